@@ -1,0 +1,71 @@
+"""TensorFuture: what every op returns, and what ``to_torch_async`` gives. Awaited from any loop or thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from dtorch.runtime.promise import Promise
+
+
+class TensorFuture:
+    """A tensor whose value comes later.
+
+    ``dtorch.Tensor`` is one; so is the result of :meth:`dtorch.Tensor.to_torch_async`. Waiting never changes the value, and
+    giving up a wait (timeout, cancellation) drops the waiter and nothing else.
+    """
+
+    __slots__ = ()
+
+    def _promise(self, now: bool = True) -> Promise[torch.Tensor]:
+        raise TypeError("an abstract TensorFuture has no value")
+
+    async def value(self) -> torch.Tensor:
+        """The full value as a plain torch.Tensor. Never blocks the event loop.
+
+        Raises:
+            OpError: the op that makes it failed (also an instance of torch's own exception type).
+            WorkerLostError: a worker that held a part of it is gone.
+            SessionClosedError: the runtime was shut down.
+        """
+        return await self._promise(now=False)
+
+    def __await__(self) -> Generator[Any, None, torch.Tensor]:
+        return self._promise(now=False).__await__()
+
+    def to_torch(self) -> torch.Tensor:
+        """The full value as a plain torch.Tensor; blocks until it is there. Raises as :meth:`value`."""
+        return self._promise().result()
+
+    def get(self, timeout_s: float | None = None) -> torch.Tensor:
+        """As :meth:`to_torch`, waiting at most ``timeout_s`` seconds (TimeoutError)."""
+        return self._promise().result(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the value or its failure is there, at most ``timeout_s`` seconds; whether it is."""
+        return self._promise().wait(timeout_s)
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Block until settled; the failure, or None when there is a value."""
+        return self._promise().exception(timeout_s)
+
+
+class FetchFuture(TensorFuture):
+    """A value on its way from the workers."""
+
+    __slots__ = ("_settles",)
+
+    def __init__(self, promise: Promise[torch.Tensor]) -> None:
+        self._settles = promise
+
+    def _promise(self, now: bool = True) -> Promise[torch.Tensor]:
+        return self._settles
+
+    def is_ready(self) -> bool:
+        """Whether the value or its failure is there; never blocks."""
+        return self._settles.done
+
+    def __repr__(self) -> str:
+        return f"<FetchFuture {'ready' if self._settles.done else 'pending'}>"

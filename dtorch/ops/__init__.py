@@ -1,0 +1,10 @@
+"""The op table, one file per family. Importing this package fills it.
+
+``table.py`` holds the rows, ``_op.py`` records a call, ``_call.py``/``_choose.py``/``_rules.py`` decide placements, the
+other files are families of rows. To add an op, add a row to its family.
+"""
+
+from __future__ import annotations
+
+from dtorch.ops import pointwise, view  # noqa: F401, I001  (each fills the table)
+from dtorch.ops import _methods  # noqa: F401  (last: makes methods of what is there)

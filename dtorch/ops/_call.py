@@ -1,0 +1,101 @@
+"""One call of an op as placement rules see it, and what a rule answers. Pure: shapes and codes, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtorch.runtime.layout import REPLICATE
+
+R = REPLICATE
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """A tensor argument of a call."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codes: tuple[int, ...]  # one placement code a mesh axis
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output as torch's meta device infers it. ``alias`` names the input it was written into, if any."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    alias: int | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Sig:
+    """A legal signature on one mesh axis: placement codes of all tensor inputs -> codes of all outputs.
+
+    A shard code without a block (0..63) fits a shard of that dim with any block, the same block for all inputs; outputs then
+    inherit the block. ``kernel`` names the worker's kernel; "local" runs the op on local pieces without communication.
+    """
+
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    kernel: str = "local"
+    params: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+
+@dataclass
+class Call:
+    """(op, arguments, inferred outputs). Tensors in ``args``/``kwargs`` are TensorArg objects, numbers are themselves."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: tuple[TensorArg, ...]
+    outputs: tuple[Result, ...]
+    mesh_shape: tuple[int, ...]
+    axis: int = 0  # the mesh axis a rule is asked about
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at ``position`` or called ``name``."""
+        if len(self.args) > position:
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def dims(self, position: int, name: str, ndim: int, default: Any = None) -> tuple[int, ...]:
+        """A dim argument (None, an int or several) as sorted non-negative dims; None means all."""
+        value = self.arg(position, name, default)
+        if isinstance(value, TensorArg):
+            value = default
+        if value is None or (isinstance(value, (tuple, list)) and not value):
+            return tuple(range(ndim))
+        if isinstance(value, int):
+            value = (value,)
+        return tuple(sorted(d % ndim if ndim else 0 for d in value))
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.tensors)
+
+    def all_replicate(self) -> Sig:
+        return Sig((R,) * len(self.tensors), (R,) * len(self.outputs))
+
+
+Rule = Callable[[Call], "list[Sig]"]
+
+
+def sharded(call: Call, ins: Sequence[int], out: int | Sequence[int], **more: Any) -> Sig:
+    """A Sig from loose parts: ``out`` may be one code for all outputs."""
+    outs = (out,) * len(call.outputs) if isinstance(out, int) else tuple(out)
+    return Sig(tuple(ins), outs, **more)

@@ -1,0 +1,152 @@
+"""Fit the placements of a call to the signatures of its rule, axis by axis. Pure.
+
+``fit`` answers which signature each mesh axis uses; ``repair`` answers, when one has none, which placements the inputs
+should have instead, at the least number of bytes moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dtorch.ops._call import Call, R, Sig
+from dtorch.runtime.layout import is_partial, is_shard, shard_block, shard_code, shard_dim
+
+Verify = Callable[[Call, "tuple[tuple[int, ...], ...]", "tuple[tuple[int, ...], ...]"], bool]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a call runs: codes of the outputs (one tuple an output), and the kernel with the mesh axes that need it."""
+
+    outs: tuple[tuple[int, ...], ...]
+    kernel: str
+    axes: tuple[int, ...]
+    sigs: tuple[Sig, ...]  # one a mesh axis
+
+
+def match(sig: Sig, actual: Sequence[int]) -> Sig | None:
+    """The signature with blocks filled in, when ``actual`` fits it."""
+    block: int | None = None
+    for want, have in zip(sig.ins, actual, strict=True):
+        if want == have:
+            if is_shard(have):
+                if block is None:
+                    block = shard_block(have)
+                elif block != shard_block(have):
+                    return None
+            continue
+        if not (is_shard(want) and is_shard(have)) or want >= 64 or shard_dim(have) != want:
+            return None
+        if block is None:
+            block = shard_block(have)
+        elif block != shard_block(have):
+            return None
+    if block is None or block == 1:
+        return sig
+    outs = tuple(shard_code(o, block) if 0 <= o < 64 else o for o in sig.outs)
+    ins = tuple(shard_code(i, block) if 0 <= i < 64 else i for i in sig.ins)
+    return Sig(ins, outs, sig.kernel, sig.params)
+
+
+def fit(call: Call, sigs: Sequence[Sequence[Sig]], verify: Verify | None = None) -> Fit | None:
+    """Choose a signature for every mesh axis from that axis' list; None when an axis has none that is legal."""
+    chosen: list[Sig] = []
+    for axis, size in enumerate(call.mesh_shape):
+        actual = tuple(t.codes[axis] for t in call.tensors)
+        found = _find(call, sigs[axis], actual)
+        if found is None:
+            if size != 1:
+                return None
+            found = Sig(actual, (R,) * len(call.outputs))
+        chosen.append(found)
+    return _combine(call, chosen, verify)
+
+
+def _find(call: Call, sigs: Sequence[Sig], actual: tuple[int, ...]) -> Sig | None:
+    if all(code == R for code in actual):
+        return call.all_replicate()
+    for sig in sigs:
+        found = match(sig, actual)
+        if found is not None:
+            return found
+    return None
+
+
+def _combine(call: Call, chosen: Sequence[Sig], verify: Verify | None) -> Fit | None:
+    real = [axis for axis, size in enumerate(call.mesh_shape) if size > 1]
+    special = {chosen[axis].kernel for axis in real} - {"local"}
+    if len(special) > 1:
+        return None
+    kernel = special.pop() if special else "local"
+    axes = tuple(axis for axis in real if chosen[axis].kernel == kernel) if kernel != "local" else ()
+    outs = tuple(tuple(sig.outs[o] for sig in chosen) for o in range(len(call.outputs)))
+    if verify is not None and not verify(call, tuple(t.codes for t in call.tensors), outs):
+        return None
+    return Fit(outs, kernel, axes, tuple(chosen))
+
+
+def cost(have: int, want: int, num: int, size_bytes: float) -> float:
+    """Bytes a device sends to turn one placement into another on an axis of ``num`` devices; a little for local work."""
+    if have == want or num == 1:
+        return 0.0
+    if have == R:
+        return 0.01 * size_bytes + 1
+    if is_partial(have):
+        if want == R:
+            return 2.0 * size_bytes * (num - 1) / num + 100
+        return size_bytes * (num - 1) / num + 60 if is_shard(want) else float("inf")
+    if want == R:
+        return size_bytes * (num - 1) / num + 50
+    if is_shard(want):
+        return size_bytes * (num - 1) / num / num + 40
+    return float("inf")
+
+
+def repair(
+    call: Call, sigs: Sequence[Sequence[Sig]], sizes_bytes: Sequence[int], fixed: frozenset[int], verify: Verify | None = None
+) -> tuple[tuple[int, ...], ...] | None:
+    """New codes for every input, so that the call is legal at the least cost; None when nothing helps.
+
+    Args:
+        sizes_bytes: global size of each input.
+        fixed: inputs that must keep their placements (they are written in place).
+    """
+    wanted: list[tuple[int, ...]] = []
+    kernel = "local"
+    for axis, num in enumerate(call.mesh_shape):
+        actual = tuple(t.codes[axis] for t in call.tensors)
+        best = _find(call, sigs[axis], actual)
+        if best is None:
+            least = float("inf")
+            for sig in (*sigs[axis], call.all_replicate()):
+                if sig.kernel not in ("local", kernel) and kernel != "local":
+                    continue
+                if any(sig.ins[i] != actual[i] for i in fixed):
+                    continue
+                total = sum(
+                    cost(have, want, num, size) for have, want, size in zip(actual, sig.ins, sizes_bytes, strict=True)
+                )
+                if sig.kernel != "local":
+                    total += 50
+                if total < least:
+                    best, least = sig, total
+        if best is None:
+            return None
+        if best.kernel != "local":
+            if kernel not in ("local", best.kernel):
+                best = call.all_replicate()
+            else:
+                kernel = best.kernel
+        wanted.append(best.ins)
+    codes = tuple(tuple(axis[i] for axis in wanted) for i in range(len(call.tensors)))
+    if verify is not None and not _verified(call, sigs, codes, verify):
+        codes = tuple((R,) * len(call.mesh_shape) for _ in call.tensors)
+        if any(call.tensors[i].codes != codes[i] for i in fixed):
+            return None
+    return codes
+
+
+def _verified(call: Call, sigs: Sequence[Sequence[Sig]], codes: tuple[tuple[int, ...], ...], verify: Verify) -> bool:
+    moved = replace(call, tensors=tuple(replace(t, codes=c) for t, c in zip(call.tensors, codes, strict=True)))
+    return fit(moved, sigs, verify) is not None

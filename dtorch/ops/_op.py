@@ -1,0 +1,498 @@
+"""An op: one row of the op table, and the way a call of it is recorded.
+
+``Op.__call__`` is the path that every entrance shares. It turns the arguments into a key and finds a ``Signature`` under it;
+then a call costs one slot and one tuple. The first call under a key goes through ``_Inference``: shapes on torch's meta
+device, placements by the row's rule, a ``Definition`` for the workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from sys import _getframe
+from types import CodeType
+from typing import Any
+
+import torch
+
+from dtorch import policy
+from dtorch.frames import source
+from dtorch.future import TensorFuture
+from dtorch.ops._call import Call, Result, Rule, TensorArg
+from dtorch.ops._choose import Fit, Verify, fit, repair
+from dtorch.placement import from_code
+from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
+from dtorch.runtime.template import LocalShape, NumberRef, TensorRef, freeze
+from dtorch.spec import Spec
+from dtorch.transport.errors import MeshError, PlacementError
+from dtorch.transport.messages import Definition, Layout
+
+MAX_SIGNATURES = 65536
+"""Signatures kept in one session; past it all caches start afresh."""
+
+_OPEN, _CLOSE, _SLICE, _NAMED = object(), object(), object(), object()
+_ATOMS = frozenset(
+    {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis), complex}
+)
+_new = object.__new__
+
+
+class Op:
+    """A row of the op table.
+
+    Attributes:
+        name: where workers find the function: "torch.add", "torch.Tensor.add_", "torch.nn.functional.linear".
+        fn: that function; run on meta tensors for shapes here and on real ones by workers.
+        rule: legal placements on one mesh axis.
+        verify: a last check of a fit over all axes at once.
+        writes: the tensor input that is written in place and returned.
+        numbers: argument positions and names whose numbers vary from call to call; True: all numbers.
+        random: draws from the session's generator.
+        to_kernel: turns a call into (kernel, args, kwargs, params) where plain local work is not enough.
+        is_view: the result shares memory with input 0 where it is computed without communication.
+        doc: one line for the reference.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        rule: Rule,
+        *,
+        verify: Verify | None = None,
+        writes: int | None = None,
+        numbers: frozenset[int | str] | bool = False,
+        random: bool = False,
+        is_view: bool = False,
+    ) -> None:
+        self.name = name
+        self.fn = fn
+        self.rule = rule
+        self.verify = verify
+        self.writes = writes
+        self.numbers = numbers
+        self.random = random
+        self.is_view = is_view
+        self.cache: dict[Any, Signature] = {}
+        self.__name__ = self.short_name
+        self.__qualname__ = self.short_name
+        self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    # ---- recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.record(args, kwargs)
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one call; the result is known by shape, its value comes later."""
+        key: list[Any] = []
+        ins: list[int] = []
+        nums: list[Any] = []
+        add = key.append
+        numbers = self.numbers
+        for position, a in enumerate(args):
+            t = type(a)
+            if t is Tensor:
+                add(a._spec)
+                ins.append(a._slot)
+            elif t is float or t is int:
+                add(t)
+                if numbers is True or (numbers and position in numbers):
+                    nums.append(a)
+                else:
+                    add(a)
+            elif t in _ATOMS:
+                add(a)
+            elif not _key(a, key, ins):
+                return self._convert(args, kwargs)
+        if kwargs:
+            if "out" in kwargs:
+                return self._out(args, kwargs)
+            for name, a in kwargs.items():
+                add(_NAMED)
+                add(name)
+                t = type(a)
+                if t is Tensor:
+                    add(a._spec)
+                    ins.append(a._slot)
+                elif t is float or t is int:
+                    add(t)
+                    if numbers is True or (numbers and name in numbers):
+                        nums.append(a)
+                    else:
+                        add(a)
+                elif t in _ATOMS:
+                    add(a)
+                elif not _key(a, key, ins):
+                    return self._convert(args, kwargs)
+        sig = self.cache.get(tuple(key))
+        if sig is None:
+            done, sig = self._define(args, kwargs, tuple(key))
+            if done is not None:
+                return done[0]
+        return self.emit(sig, ins, nums, source(_getframe(1)), args)
+
+    def emit(
+        self, sig: Signature, ins: list[int], nums: list[Any], at: tuple[CodeType | None, int], args: tuple[Any, ...]
+    ) -> Any:
+        """Put a call of ``sig`` and make its results."""
+        for number in nums:
+            if type(number) is int and not -(2**63) <= number < 2**64:
+                raise OverflowError(f"{self.name}: the number {number} does not fit into 64 bits")
+        recorder = sig.recorder
+        if sig.shape == ONE:
+            try:
+                slot = sig.take()
+            except IndexError:
+                slot = recorder.grant()
+            sig.put(((sig.id, slot, *ins, *nums), *at))
+            out = _new(Tensor)
+            out._spec = sig.spec
+            out._slot = slot
+            if recorder.is_sync:
+                recorder.after_put()
+            return out
+        if sig.shape == IN_PLACE:
+            sig.put(((sig.id, *ins, *nums), *at))
+            target: Any = _tensors_of(args)[self.writes or 0]
+            target._spec.session.num_mutations += 1
+            if sig.spec is not None:
+                target._spec = sig.spec
+            recorder.after_put()
+            return target
+        outs = []
+        for spec in sig.specs:
+            out = _new(Tensor)
+            out._spec = spec
+            try:
+                out._slot = sig.take()
+            except IndexError:
+                out._slot = recorder.grant()
+            outs.append(out)
+        sig.put(((sig.id, *[out._slot for out in outs], *ins, *nums), *at))
+        if recorder.is_sync:
+            recorder.after_put()
+        return sig.finish(outs)
+
+    # ---- what the quick path does not know
+
+    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments of foreign types: plain torch tensors become replicated, numpy scalars become numbers."""
+        mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
+        changed = False
+
+        def convert(value: Any) -> Any:
+            nonlocal changed
+            if isinstance(value, torch.Tensor):
+                if mesh_of is None:
+                    raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
+                changed = True
+                session = mesh_of._spec.session
+                return session.upload(value.detach(), mesh_of._spec.mesh, None)
+            if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
+                items = [convert(v) for v in value]
+                return items if isinstance(value, list) else tuple(items)
+            if isinstance(value, slice):
+                return slice(convert(value.start), convert(value.stop), convert(value.step))
+            if hasattr(value, "__array__") and hasattr(value, "item") and not isinstance(value, TensorFuture):
+                changed = True
+                if getattr(value, "ndim", 0) == 0:
+                    return value.item()
+                return convert(torch.from_numpy(value))
+            if isinstance(value, (int, float)) and type(value) not in (int, float, bool):
+                changed = True
+                return int(value) if isinstance(value, int) else float(value)
+            if value is None or isinstance(value, (bool, int, float)) or type(value) in _ATOMS or type(value) is Tensor:
+                return value
+            if isinstance(value, torch.Size):
+                changed = True
+                return tuple(value)
+            if hasattr(value, "__index__"):
+                changed = True
+                return int(value)
+            raise TypeError(f"{self.name}: an argument of type {type(value).__name__} is not supported")
+
+        args = tuple(convert(a) for a in args)
+        kwargs = {k: convert(v) for k, v in kwargs.items()}
+        if not changed:
+            raise TypeError(f"{self.name}: these arguments are not supported: {args!r} {kwargs!r}")
+        return self.record(args, kwargs)
+
+    def _out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        out = kwargs.pop("out")
+        result = self.record(args, kwargs)
+        if out is None:
+            return result
+        targets = out if isinstance(out, (tuple, list)) else (out,)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for target, value in zip(targets, results, strict=True):
+            if not isinstance(target, Tensor):
+                raise TypeError(f"{self.name}(): argument 'out' must be a dtorch.Tensor, not {type(target).__name__}")
+            if target.shape != value.shape:
+                raise RuntimeError(
+                    f"{self.name}(): out has shape {list(target.shape)}, the result {list(value.shape)}; "
+                    "a distributed out= is not resized"
+                )
+            if value.dtype != target.dtype and not torch.can_cast(value.dtype, target.dtype):
+                raise RuntimeError(
+                    f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
+                )
+            target.copy_(value)
+        return out
+
+    def _define(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+    ) -> tuple[tuple[Any] | None, Signature]:
+        """First call under ``key``: a signature, or the finished result of a repaired call."""
+        tensors = [t for t in _tensors_of((args, kwargs))]
+        if not tensors:
+            raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
+        spec = tensors[0]._spec
+        session = spec.session
+        for i, other in enumerate(tensors):
+            if other._spec.session is not session:
+                raise MeshError(f"{self.name}: input {i} belongs to a session that was shut down or is another one")
+            if other._spec.mesh != spec.mesh:
+                raise MeshError(
+                    f"{self.name}: input 0 is on {spec.mesh}, input {i} on {other._spec.mesh}. Bring them together: "
+                    f"redistribute(device_mesh=...) one of them"
+                )
+        call, tree_args, tree_kwargs, finish = self.infer(args, kwargs, tensors)
+        sigs = [self.rule(replace(call, axis=axis)) for axis in range(len(call.mesh_shape))]
+        if self.writes is not None:
+            w = self.writes
+            sigs = [[s for s in axis if all(o == s.ins[w] for o in s.outs)] for axis in sigs]
+        found = fit(call, sigs, self.verify)
+        if found is None or (self.writes is not None and any(o != spec_codes(tensors, self.writes) for o in found.outs)):
+            if policy.is_auto():
+                fixed = frozenset() if self.writes is None else frozenset({self.writes})
+                wanted = repair(call, sigs, [t._spec.size_bytes for t in tensors], fixed, self.verify)
+                if wanted is not None:
+                    moved = iter(
+                        t if t._spec.codes == codes else t.redistribute(placements=[from_code(c) for c in codes])
+                        for t, codes in zip(tensors, wanted, strict=True)
+                    )
+                    args, kwargs = _with_tensors((args, kwargs), moved)
+                    return (self.record(args, kwargs),), None  # type: ignore[return-value]
+            raise self._placement_error(call, sigs, tensors)
+        sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
+        if session.num_signatures > MAX_SIGNATURES:
+            session.forget_signatures()
+        self.cache[key] = sig
+        return None, sig
+
+    def infer(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+    ) -> tuple[Call, tuple[Any, ...], dict[str, Any], Callable[[list[Any]], Any] | None]:
+        """Shapes and dtypes of the outputs by torch's own meta functions; raises what torch raises."""
+        infos = [
+            TensorArg(i, tuple(t._spec.shape), t._spec.dtype, t._spec.codes) for i, t in enumerate(tensors)
+        ]
+        index = iter(range(len(tensors)))
+        counter = iter(range(1 << 30))
+
+        def walk(value: Any, where: Any, to: Callable[[int, Any], Any]) -> Any:
+            if isinstance(value, Tensor):
+                return to(next(index), value)
+            if isinstance(value, tuple):
+                return tuple(walk(v, None, to) for v in value)
+            if isinstance(value, list):
+                return [walk(v, None, to) for v in value]
+            if isinstance(value, slice):
+                return slice(walk(value.start, None, to), walk(value.stop, None, to), walk(value.step, None, to))
+            return value
+
+        def template(value: Any, where: Any) -> Any:
+            if type(value) in (int, float) and (self.numbers is True or (self.numbers and where in self.numbers)):
+                return NumberRef(next(counter))
+            return walk(value, where, lambda i, _: TensorRef(i))
+
+        tree_args = tuple(template(a, i) for i, a in enumerate(args))
+        tree_kwargs = {k: template(v, k) for k, v in kwargs.items()}
+        index = iter(range(len(tensors)))
+        metas = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
+        meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
+        meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
+        with torch.no_grad():
+            result = self.fn(*meta_args, **meta_kwargs)
+        index = iter(range(len(tensors)))
+        call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
+        call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
+        finish: Callable[[list[Any]], Any] | None = None
+        if self.writes is not None:
+            written = metas[self.writes]
+            outputs: tuple[Result, ...] = (_result(written),)
+        elif isinstance(result, torch.Tensor):
+            outputs = (_result(result),)
+        elif isinstance(result, (tuple, list)):
+            flat = [r for r in result if isinstance(r, torch.Tensor)]
+            if len(flat) != len(result):
+                raise TypeError(f"{self.name} gives nested results, which are not supported")
+            outputs = tuple(_result(r) for r in flat)
+            kind = type(result)
+            finish = tuple if kind is tuple else list if kind is list else kind
+        else:
+            raise TypeError(f"{self.name} does not give a tensor")
+        mesh_shape = tuple(tensors[0]._spec.mesh.shape)
+        call = Call(self.name, call_args, call_kwargs, tuple(infos), outputs, mesh_shape)
+        return call, tree_args, tree_kwargs, finish
+
+    def signature(
+        self,
+        session: Any,
+        like: Spec,
+        call: Call,
+        found: Fit,
+        tree_args: tuple[Any, ...],
+        tree_kwargs: dict[str, Any],
+        finish: Callable[[list[Any]], Any] | None,
+        inputs: tuple[Layout, ...] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> Signature:
+        """Define a signature in ``session`` and hand out what the hot path needs of it."""
+        specs = tuple(
+            session.spec(o.shape, o.stride, o.dtype, like.mesh, codes)
+            for o, codes in zip(call.outputs, found.outs, strict=True)
+        )
+        kernel = "random" if self.random else found.kernel
+        args, kwargs = freeze_args(tree_args, tree_kwargs)
+        if kernel == "view":
+            args, kwargs = [["t", 0], freeze(LocalShape(0))], {}
+        extra = dict(params or {})
+        for axis in found.axes:
+            extra.update(found.sigs[axis].params)
+        extra["axes"] = list(found.axes)
+        if self.random:
+            extra["random"] = True
+        layouts = inputs if inputs is not None else tuple(
+            Layout(like.layout.mesh, t.shape, str(t.dtype)[6:], t.codes) for t in call.tensors
+        )
+        writes = () if self.writes is None else (self.writes,)
+
+        def build(number: int) -> Definition:
+            return Definition(
+                number, self.name, kernel, args, kwargs, layouts, tuple(s.layout for s in specs), writes, extra
+            )
+
+        sig = Signature()
+        recorder = session.recorder
+        sig.id = recorder.define(build)
+        sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
+        session.know_signature(sig.id, self.name, layouts)
+        sig.specs, sig.spec, sig.finish = specs, None, finish
+        if self.writes is not None:
+            sig.shape = IN_PLACE
+            if call.outputs[0].shape != call.tensors[self.writes].shape:
+                sig.spec = specs[0]
+        elif finish is not None:
+            sig.shape = MANY
+        else:
+            sig.shape = ONE
+            sig.spec = specs[0]
+        return sig
+
+    def _placement_error(self, call: Call, sigs: list[list[Any]], tensors: list[Any]) -> PlacementError:
+        wanted = repair(call, sigs, [t._spec.size_bytes for t in tensors], frozenset(), self.verify)
+        fix = ""
+        if wanted is not None:
+            parts = [
+                f"input{i}.redistribute(placements=[{', '.join(str(from_code(c)) for c in codes)}])"
+                for i, (t, codes) in enumerate(zip(tensors, wanted, strict=True))
+                if t._spec.codes != codes
+            ]
+            fix = "; ".join(parts)
+        detail = ""
+        if self.writes is not None and wanted is not None and wanted[self.writes] != tensors[self.writes]._spec.codes:
+            detail = "It writes in place, so the placements of what it writes cannot change."
+        legal = []
+        for axis in sigs[:1]:
+            for s in axis:
+                ins = ", ".join(str(from_code(c)) for c in s.ins)
+                legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
+        legal.append("all Replicate")
+        return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
+
+
+def spec_codes(tensors: list[Any], index: int) -> tuple[int, ...]:
+    codes: tuple[int, ...] = tensors[index]._spec.codes
+    return codes
+
+
+def freeze_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    return [freeze(a) for a in args], {k: freeze(v) for k, v in kwargs.items()}
+
+
+def _result(meta: torch.Tensor) -> Result:
+    return Result(tuple(meta.shape), tuple(meta.stride()), meta.dtype)
+
+
+def _to_meta(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _key(value: Any, key: list[Any], ins: list[int]) -> bool:
+    """Append a nested or rare argument to ``key``; False when its type must be converted first."""
+    t = type(value)
+    if t is Tensor:
+        key.append(value._spec)
+        ins.append(value._slot)
+    elif t in (int, float, bool):
+        key.append(t)
+        key.append(value)
+    elif t in _ATOMS:
+        key.append(value)
+    elif t is list or t is tuple or t is torch.Size:
+        key.append(_OPEN)
+        key.append(tuple if t is torch.Size else t)
+        for item in value:
+            if not _key(item, key, ins):
+                return False
+        key.append(_CLOSE)
+    elif t is slice:
+        key.append(_SLICE)
+        return _key(value.start, key, ins) and _key(value.stop, key, ins) and _key(value.step, key, ins)
+    else:
+        return False
+    return True
+
+
+def _tensors_of(tree: Any) -> list[Any]:
+    """All dtorch tensors in an argument tree, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [t for item in tree for t in _tensors_of(item)]
+    if isinstance(tree, dict):
+        return [t for item in tree.values() for t in _tensors_of(item)]
+    if isinstance(tree, slice):
+        return [t for item in (tree.start, tree.stop, tree.step) for t in _tensors_of(item)]
+    return []
+
+
+def _with_tensors(tree: Any, tensors: Any) -> Any:
+    """The same tree with its dtorch tensors replaced, in order."""
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if isinstance(tree, list):
+        return [_with_tensors(item, tensors) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(_with_tensors(item, tensors) for item in tree)
+    if isinstance(tree, dict):
+        return {k: _with_tensors(v, tensors) for k, v in tree.items()}
+    return tree
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

@@ -1,0 +1,69 @@
+"""Elementwise ops."""
+
+from __future__ import annotations
+
+
+from dtorch.ops._call import Call, Sig
+from dtorch.ops._rules import pointwise
+from dtorch.ops.table import row
+
+row("add sub subtract", pointwise("all"), numbers=True)
+row("rsub", pointwise("all"), numbers=True)
+row("mul multiply", pointwise("each"), numbers=True)
+
+
+def _division(call: Call) -> list[Sig]:
+    linear = "" if call.arg(2, "rounding_mode") else "first"
+    return pointwise(linear)(call)
+
+
+row("div divide true_divide", _division, numbers=True)
+row("neg negative positive", pointwise("first"))
+row(
+    "floor_divide remainder fmod pow float_power atan2 arctan2 maximum minimum fmax fmin hypot copysign nextafter ldexp "
+    "logaddexp logaddexp2 xlogy xlog1py zeta heaviside gcd lcm bitwise_and bitwise_or bitwise_xor bitwise_left_shift "
+    "bitwise_right_shift logical_and logical_or logical_xor eq ne not_equal lt less le less_equal gt greater ge "
+    "greater_equal isclose polar complex __and__ __or__ __xor__ __lshift__ __rshift__ __rpow__ __rdiv__ __rmod__ "
+    "__rfloordiv__ __rlshift__ __rrshift__ __rand__ __ror__ __rxor__ __rsub__ __rmul__ __radd__",
+    pointwise(),
+    numbers=True,
+)
+row(
+    "abs absolute acos arccos acosh arccosh asin arcsin asinh arcsinh atan arctan atanh arctanh ceil conj_physical cos cosh "
+    "deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp i0 i0e i1 i1e isfinite isinf isnan isneginf "
+    "isposinf isreal lgamma log log10 log1p log2 log_ndtr logical_not logit ndtr ndtri nan_to_num rad2deg "
+    "reciprocal round rsqrt sgn sigmoid expit sign signbit sin sinc sinh sqrt square tan tanh trunc bitwise_not angle "
+    "entr erfcx bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 mvlgamma polygamma gammaln "
+    "psi",
+    pointwise(),
+)
+row("clamp clip clamp_min clamp_max threshold hardtanh leaky_relu elu celu softplus softshrink hardshrink",
+    pointwise(), numbers=True)
+row(
+    "relu relu6 gelu silu mish hardswish hardsigmoid logsigmoid selu softsign tanhshrink prelu rrelu",
+    pointwise(),
+)
+row("lerp addcmul addcdiv where masked_fill", pointwise(), numbers=True)
+row("clone contiguous", pointwise("first"))
+row("detach", pointwise("first"), is_view=True)
+
+
+def _copy(call: Call) -> list[Sig]:
+    """Both alike: also pending sums copy summand by summand."""
+    return pointwise("all")(call)
+
+
+row("copy", _copy)
+
+
+def _cast(call: Call) -> list[Sig]:
+    """Casting between floating types keeps a pending sum pending (within rounding)."""
+    return pointwise("first")(call)
+
+
+row("to type float double half bfloat16 int long short char bool cfloat cdouble", _cast, in_place=False,
+    places="torch.Tensor")
+row("zeros_like ones_like empty_like", pointwise(), in_place=False, places="torch")
+row("full_like", pointwise(), numbers=frozenset({1, "fill_value"}), in_place=False, places="torch")
+row("zero", pointwise("first"))
+row("fill", pointwise(), numbers=frozenset({1, "value"}))

@@ -1,0 +1,393 @@
+"""The controller's decisions: which worker gets which bytes, when a value is complete, what a lost worker means. Pure.
+
+Events in, instructions out; the shell (``shell.py``) performs the instructions. The controller reads the headers of
+batches, never their calls, and never touches tensor data.
+
+A worker goes STARTING -> READY -> GONE. Frames for a worker that is still starting wait in ``_Worker.queue`` in program
+order; everything a worker receives is a subsequence of the one program order.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import msgspec
+
+from dtorch.runtime.recorder import Outgoing
+from dtorch.transport.codec import encode
+from dtorch.transport.messages import (
+    AskRandomState,
+    AskStatistics,
+    Batch,
+    Define,
+    Definition,
+    Done,
+    Failure,
+    Forget,
+    FromWorker,
+    Hello,
+    MeshInfo,
+    RandomState,
+    Seed,
+    Statistics,
+    Stop,
+    Value,
+)
+
+# ---- events
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The client sent a batch."""
+
+    batch: Outgoing
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The client sent a message for all workers, in program order."""
+
+    message: Seed | Forget
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The client wants every worker's statistics."""
+
+    ticket: int
+    reset_peak: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    worker: int
+
+
+@dataclass(frozen=True)
+class Received:
+    worker: int
+    message: FromWorker
+
+
+@dataclass(frozen=True)
+class Exited:
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Closing:
+    pass
+
+
+Event = Submitted | Sent | Asked | Joined | Received | Exited | Closing
+
+# ---- instructions
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process for these devices."""
+
+    worker: int
+    kind: str
+    device: int
+    shared: bool  # it hosts every CPU device that has no worker of its own
+
+
+@dataclass(frozen=True)
+class Send:
+    worker: int
+    frame: bytes
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Every worker concerned has executed batch ``seq``."""
+
+    seq: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All parts of a fetch are here; ``error`` is (worker, failure number) when the value is poisoned."""
+
+    ticket: int
+    values: tuple[Value, ...]
+    error: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """All workers have answered a request for statistics."""
+
+    ticket: int
+    statistics: tuple[Statistics, ...]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call failed on a worker."""
+
+    worker: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker ended on its own: the session is over."""
+
+    worker: int
+    reason: str
+
+
+Instruction = Start | Send | Finished | Settled | Counted | Failed | Lost
+
+
+class Phase(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    GONE = "gone"
+
+
+@dataclass
+class _Worker:
+    number: int
+    phase: Phase = Phase.STARTING
+    queue: list[bytes] = field(default_factory=list)
+    awaits_random_state: bool = False  # its queue waits for another worker's generator state
+
+
+@dataclass
+class _Fetch:
+    waiting: set[int]
+    values: list[Value] = field(default_factory=list)
+
+
+class Controller:
+    """State of one session's control.
+
+    Args:
+        session: number carried by every message.
+        shared_kinds: device kinds whose devices all live in worker 0; other kinds get one worker a device.
+    """
+
+    def __init__(self, session: int, shared_kinds: frozenset[str]) -> None:
+        self.session = session
+        self._shared_kinds = shared_kinds
+        self._workers: dict[int, _Worker] = {}
+        self._hosts: dict[tuple[str, int], int] = {}
+        self._mesh_workers: dict[int, tuple[int, ...]] = {}
+        self._signature_mesh: dict[int, tuple[int, ...]] = {}
+        self._meshes: list[MeshInfo] = []
+        self._running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
+        self._fetches: dict[int, _Fetch] = {}
+        self._asked: dict[int, tuple[set[int], list[Statistics]]] = {}
+        self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
+        self._next_ticket = -1
+        self._seed: Seed | None = None
+        self._drawn = False  # some random op has run since the last seed
+        self._closing = False
+        self.num_sends = 0
+        self.bytes_sent = 0
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(w.number for w in self._workers.values() if w.phase is not Phase.GONE)
+
+    def worker_of(self, kind: str, device: int) -> int | None:
+        return self._hosts.get((kind, device))
+
+    def handle(self, event: Event) -> list[Instruction]:
+        match event:
+            case Submitted(batch):
+                return self._submitted(batch)
+            case Sent(message):
+                if isinstance(message, Seed):
+                    self._seed, self._drawn = message, False
+                elif isinstance(message, Forget):
+                    self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
+                return self._broadcast(encode(message), self.workers)
+            case Asked(ticket, reset_peak):
+                return self._ask(ticket, reset_peak)
+            case Joined(worker):
+                return self._joined(worker)
+            case Received(worker, message):
+                return self._received(worker, message)
+            case Exited(worker, reason):
+                return self._exited(worker, reason)
+            case Closing():
+                self._closing = True
+                return self._broadcast(encode(Stop()), self.workers)
+        assert_never(event)
+
+    # ---- from the client
+
+    def _submitted(self, batch: Outgoing) -> list[Instruction]:
+        out: list[Instruction] = []
+        meshes_made = []
+        for mesh in batch.meshes:
+            out += self._add_mesh(mesh)
+            meshes_made.append(self._meshes[-1])
+        everyone = self.workers
+        if batch.meshes or batch.definitions:
+            for definition in batch.definitions:
+                self._signature_mesh[definition.sig] = self._meshes_of(definition)
+            out += self._broadcast(encode(Define(self.session, tuple(meshes_made), batch.definitions)), everyone)
+        meshes, concerned = self._concerned(batch)
+        frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
+        for fetch in batch.fetches:
+            self._fetches[fetch.ticket] = _Fetch(set(self._mesh_workers[fetch.mesh]))
+        if concerned:
+            self._running[batch.seq] = set(concerned)
+        else:
+            out.append(Finished(batch.seq))
+        return out + self._broadcast(frame, concerned)
+
+    def _meshes_of(self, definition: Definition) -> tuple[int, ...]:
+        if definition.params.get("random"):
+            self._drawn = True
+            return ()
+        layouts = (*definition.inputs, *definition.outputs)
+        return tuple(sorted({layout.mesh for layout in layouts}))
+
+    def _concerned(self, batch: Outgoing) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Meshes that a batch touches and the workers that hold their devices; () stands for all meshes."""
+        everyone = self.workers
+        if len(everyone) <= 1:
+            return (), everyone
+        meshes: set[int] = {fetch.mesh for fetch in batch.fetches}
+        meshes.update(batch.freed_meshes)
+        for signature in batch.signatures:
+            touched = self._signature_mesh[signature]
+            if not touched:
+                return (), everyone
+            meshes.update(touched)
+        return tuple(sorted(meshes)), tuple(sorted({w for mesh in meshes for w in self._mesh_workers[mesh]}))
+
+    def _add_mesh(self, mesh: MeshInfo) -> list[Instruction]:
+        out: list[Instruction] = []
+        hosts = []
+        for device in mesh.devices:
+            place = (mesh.kind, device)
+            if place not in self._hosts:
+                out += self._host(place)
+            hosts.append(self._hosts[place])
+        self._meshes.append(msgspec.structs.replace(mesh, workers=tuple(hosts)))
+        self._mesh_workers[mesh.mesh] = tuple(sorted(set(hosts)))
+        return out
+
+    def _host(self, place: tuple[str, int]) -> list[Instruction]:
+        kind, device = place
+        shared = kind in self._shared_kinds
+        if shared and 0 in self._workers:
+            self._hosts[place] = 0
+            return []
+        number = 0 if shared else max([0, *self._workers]) + 1
+        self._hosts[place] = number
+        worker = _Worker(number)
+        out: list[Instruction] = [Start(number, kind, device, shared)]
+        elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
+        self._workers[number] = worker
+        if self._meshes:
+            worker.queue.append(encode(Define(self.session, tuple(self._meshes), ())))
+        if self._drawn and elders:
+            worker.awaits_random_state = True
+            self._random_askers[self._next_ticket] = number
+            out += self._broadcast(encode(AskRandomState(self.session, self._next_ticket)), (elders[0].number,))
+            self._next_ticket -= 1
+        elif self._seed is not None:
+            worker.queue.append(encode(self._seed))
+        return out
+
+    def _broadcast(self, frame: bytes, workers: tuple[int, ...]) -> list[Instruction]:
+        out: list[Instruction] = []
+        for number in workers:
+            worker = self._workers[number]
+            if worker.phase is Phase.READY and not worker.awaits_random_state:
+                self.num_sends += 1
+                self.bytes_sent += len(frame)
+                out.append(Send(number, frame))
+            elif worker.phase is not Phase.GONE:
+                worker.queue.append(frame)
+        return out
+
+    def _ask(self, ticket: int, reset_peak: bool) -> list[Instruction]:
+        workers = self.workers
+        if not workers:
+            return [Counted(ticket, ())]
+        self._asked[ticket] = (set(workers), [])
+        return self._broadcast(encode(AskStatistics(self.session, ticket, reset_peak)), workers)
+
+    # ---- from workers
+
+    def _joined(self, number: int) -> list[Instruction]:
+        worker = self._workers.get(number)
+        if worker is None or worker.phase is not Phase.STARTING:
+            return []
+        worker.phase = Phase.READY
+        return self._drain(worker)
+
+    def _drain(self, worker: _Worker) -> list[Instruction]:
+        if worker.phase is not Phase.READY or worker.awaits_random_state:
+            return []
+        frames, worker.queue = worker.queue, []
+        self.num_sends += len(frames)
+        self.bytes_sent += sum(map(len, frames))
+        return [Send(worker.number, frame) for frame in frames]
+
+    def _received(self, worker: int, message: FromWorker) -> list[Instruction]:
+        match message:
+            case Done(_, seq, _):
+                running = self._running.get(seq)
+                if running is None:
+                    return []
+                running.discard(worker)
+                if running:
+                    return []
+                del self._running[seq]
+                return [Finished(seq)]
+            case Value(_, ticket, _, _, _):
+                return self._value(worker, ticket, message)
+            case Failure():
+                return [Failed(worker, message)]
+            case Statistics(_, ticket, _, _, _):
+                waiting, got = self._asked[ticket]
+                waiting.discard(worker)
+                got.append(message)
+                if waiting:
+                    return []
+                del self._asked[ticket]
+                return [Counted(ticket, tuple(got))]
+            case RandomState(_, ticket, _):
+                waiter = self._workers[self._random_askers.pop(ticket)]
+                waiter.awaits_random_state = False
+                waiter.queue.insert(0, encode(message))
+                return self._drain(waiter)
+            case Hello():
+                return []
+        assert_never(message)
+
+    def _value(self, worker: int, ticket: int, value: Value) -> list[Instruction]:
+        fetch = self._fetches.get(ticket)
+        if fetch is None:
+            return []
+        fetch.waiting.discard(worker)
+        fetch.values.append(value)
+        if fetch.waiting:
+            return []
+        del self._fetches[ticket]
+        errors = [(v.worker, v.error) for v in fetch.values if v.error is not None]
+        known = [(w, e) for w, e in errors if e >= 0] or errors
+        return [Settled(ticket, tuple(fetch.values), known[0] if known else None)]
+
+    def _exited(self, number: int, reason: str) -> list[Instruction]:
+        worker = self._workers.get(number)
+        if worker is None or worker.phase is Phase.GONE:
+            return []
+        worker.phase = Phase.GONE
+        worker.queue.clear()
+        return [] if self._closing else [Lost(number, reason)]

@@ -1,0 +1,467 @@
+"""Executes batches of one session on the devices that this worker hosts.
+
+Stores: one list a hosted place, indexed by slot. A slot holds a torch.Tensor, a ``Poison`` (the op that should have made it
+failed), or None.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtorch.runtime import kernels
+from dtorch.runtime.comm import Comm, Members, Place
+from dtorch.runtime.kernels import Site
+from dtorch.runtime.kernels.random import draw
+from dtorch.runtime.layout import coords
+from dtorch.runtime.memory import MemoryMeter
+from dtorch.runtime.plan import (
+    BINARY,
+    GENERAL,
+    KILL,
+    SCALAR,
+    TERNARY,
+    UNARY,
+    Joint,
+    Local,
+    Plan,
+    Run,
+    Step,
+    append,
+    decode_body,
+    instruction,
+    last_uses,
+    steps_of,
+)
+from dtorch.runtime.template import dtype_of
+from dtorch.transport.errors import ProtocolError
+from dtorch.transport.messages import Definition, Failure, MeshInfo
+
+if TYPE_CHECKING:
+    from dtorch.transport.groups import Group
+
+MAX_PLANS = 512
+"""Compiled plans kept; the oldest go first."""
+
+
+class Poison:
+    """Stands where a tensor should be. ``error`` is the failure's number on this worker; -1: it happened elsewhere."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+
+
+@dataclass
+class Bound:
+    """A definition made ready for the hosted places.
+
+    Attributes:
+        functions: hosted place index -> what runs there; places outside the definition's meshes are absent.
+        comm: present when the kernel communicates.
+        draws: the drawing part of a random op.
+    """
+
+    functions: dict[int, Callable[..., Any]]
+    kernel: kernels.Kernel
+    comm: Comm | None = None
+    members: Members | None = None
+    draws: Callable[..., tuple[torch.Tensor, ...]] | None = None
+
+
+class Executor:
+    """One session on one worker.
+
+    Args:
+        worker: this worker's number.
+        resolve: op name -> function, from the op table; raises KeyError.
+        device_of: the torch device that stands for a place.
+        make_group: process group of a set of workers.
+        report: called with every failure.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        worker: int,
+        resolve: Callable[[str], Callable[..., Any]],
+        device_of: Callable[[Place], torch.device],
+        make_group: Callable[[tuple[int, ...], str], Group],
+        report: Callable[[Failure], None],
+    ) -> None:
+        self.session = session
+        self.worker = worker
+        self._resolve = resolve
+        self._device_of = device_of
+        self._make_group = make_group
+        self._report = report
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self.meshes: dict[int, MeshInfo] = {}
+        self.definitions: dict[int, Definition] = {}
+        self._bound: dict[int, Bound | None] = {}
+        self.places: list[Place] = []
+        self.stores: list[list[Any]] = []
+        self._place_index: dict[Place, int] = {}
+        self._plans: dict[bytes, Plan] = {}
+        self._num_errors = 0
+        self._seq = 0
+        self._uploads: list[torch.Tensor] = []
+        self.memory = MemoryMeter(self)
+        self.counters = {"calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0}
+
+    # ---- definitions
+
+    def add_mesh(self, mesh: MeshInfo) -> None:
+        self.meshes[mesh.mesh] = mesh
+        for device, host in zip(mesh.devices, mesh.workers, strict=True):
+            place = (mesh.kind, device)
+            if host == self.worker and place not in self._place_index:
+                self._place_index[place] = len(self.places)
+                self.places.append(place)
+                self.stores.append([])
+
+    def add_definition(self, definition: Definition) -> None:
+        self.definitions[definition.sig] = definition
+
+    def forget(self, below: int) -> None:
+        """Drop signatures below a number, and all plans."""
+        for table in (self.definitions, self._bound):
+            for sig in [s for s in table if s < below]:
+                del table[sig]
+        self._plans.clear()
+
+    def _bind(self, definition: Definition) -> Bound | None:
+        """What this worker runs for a definition; None when it has no part in it."""
+        sig = definition.sig
+        if sig in self._bound:
+            return self._bound[sig]
+        bound = self._bound[sig] = self._make_bound(definition)
+        return bound
+
+    def _make_bound(self, definition: Definition) -> Bound | None:
+        kernel = kernels.find(definition.kernel)
+        fn: Callable[..., Any] = _no_function
+        if not definition.op.startswith("dtorch."):
+            try:
+                fn = self._resolve(definition.op)
+            except KeyError:
+                raise ProtocolError(f"no op {definition.op!r} in the table") from None
+        numbers = {layout.mesh for layout in (*definition.inputs, *definition.outputs)}
+        try:
+            infos = {number: self.meshes[number] for number in numbers}
+        except KeyError as missing:
+            raise ProtocolError(f"unknown mesh {missing}") from None
+        main = infos[(definition.outputs or definition.inputs)[0].mesh]
+        hosts: dict[Place, int] = {}
+        for info in infos.values():
+            hosts.update({(info.kind, d): w for d, w in zip(info.devices, info.workers, strict=True)})
+        mine = [place for place in hosts if hosts[place] == self.worker]
+        functions: dict[int, Callable[..., Any]] = {}
+        main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
+        for place in mine:
+            site = Site(
+                definition, fn, infos, main, main_coords.get(place), place, self._device_of(place)
+            )
+            functions[self._place_index[place]] = kernel.build(site)
+        bound = Bound(functions, kernel)
+        if kernel.name == "random":
+            bound.draws = draw(definition, fn, self._device_of(mine[0]) if mine else self._device_of((main.kind, 0)))
+        elif not mine:
+            return None
+        if kernel.communicates:
+            workers = tuple(sorted(set(hosts.values())))
+            group = None
+            if len(workers) > 1:
+                kinds = {self._device_of(place).type for place in mine}
+                group = self._group(workers, "nccl" if kinds == {"cuda"} and len(infos) == 1 else "gloo")
+            bound.comm = Comm(mine, hosts, group, self.worker)
+            source = infos[(definition.inputs or definition.outputs)[0].mesh]
+            bound.members = Members(source)
+        return bound
+
+    def _group(self, workers: tuple[int, ...], kind: str) -> Group:
+        group = self._groups.get((workers, kind))
+        if group is None:
+            group = self._groups[workers, kind] = self._make_group(workers, kind)
+        return group
+
+    # ---- plans
+
+    def plan(self, body: bytes) -> Plan:
+        found = self._plans.get(body)
+        if found is not None:
+            self.counters["plan_hits"] += 1
+            return found
+        self.counters["plan_misses"] += 1
+        made = self._compile(body)
+        if len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[body] = made
+        return made
+
+    def _compile(self, body: bytes) -> Plan:
+        calls, frees = decode_body(body)
+        steps = steps_of(calls, self.definitions)
+        kills = last_uses(steps, frees)
+        parts: list[Local | Joint] = []
+        highest = -1
+        for position, step in enumerate(steps):
+            highest = max([highest, *step.outs, *step.ins])
+            bound = self._bind(step.definition)
+            if bound is None:
+                continue
+            if bound.kernel.communicates or bound.draws is not None or bound.kernel.name.startswith("upload"):
+                parts.append(Joint(step, bound))
+                if position in kills:
+                    parts.append(Local({i: [_killing(kills[position], step.index)] for i in bound.functions}))
+                continue
+            if not parts or not isinstance(parts[-1], Local):
+                parts.append(Local({}))
+            local = parts[-1]
+            for index, fn in bound.functions.items():
+                runs = local.runs.setdefault(index, [])
+                append(runs, *instruction(step, fn), step.index)
+                for slot in kills.get(position, ()):
+                    append(runs, KILL, (slot,), step.index)
+        final = []
+        for mesh, slots in frees:
+            info = self.meshes.get(mesh)
+            if info is None:
+                raise ProtocolError(f"unknown mesh {mesh}")
+            hosted = [self._place_index[(info.kind, d)] for d in info.devices if (info.kind, d) in self._place_index]
+            if hosted:
+                final.append((tuple(hosted), slots))
+                highest = max([highest, *slots])
+        return Plan(parts, final, highest + 1, len(steps))
+
+    # ---- execution
+
+    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
+        """Execute one batch. Failures of calls are reported and poison what depends on them; nothing is raised for them."""
+        self._seq = seq
+        self._uploads = uploads
+        plan = self.plan(body)
+        for store in self.stores:
+            missing = plan.num_slots - len(store)
+            if missing > 0:
+                store.extend([None] * (missing + 256))
+        memory = self.memory
+        for part in plan.parts:
+            if type(part) is Local:
+                for index, runs in part.runs.items():
+                    self._run_local(index, runs)
+                if memory.watching:
+                    memory.observe()
+            else:
+                self._run_joint(part)  # type: ignore[arg-type]
+        for places, slots in plan.frees:
+            for index in places:
+                store = self.stores[index]
+                for slot in slots:
+                    store[slot] = None
+        self.counters["calls"] += plan.num_calls
+        self.counters["batches"] += 1
+
+    def _run_local(self, index: int, runs: list[Run]) -> None:
+        s = self.stores[index]
+        observe = self.memory.observe_step if self.memory.watching else None
+        for run in runs:
+            code = run.code
+            rest = iter(code)
+            form = run.form
+            if observe is not None and form != KILL:
+                rest = observe(rest)
+            while True:
+                try:
+                    if form == BINARY:
+                        for f, out, a, b in rest:
+                            s[out] = f(s[a], s[b])
+                    elif form == UNARY:
+                        for f, out, a in rest:
+                            s[out] = f(s[a])
+                    elif form == SCALAR:
+                        for f, out, a, number in rest:
+                            s[out] = f(s[a], number)
+                    elif form == TERNARY:
+                        for f, out, a, b, c in rest:
+                            s[out] = f(s[a], s[b], s[c])
+                    elif form == KILL:
+                        for (slot,) in rest:
+                            s[slot] = None
+                    else:
+                        for f, outs, ins, numbers, writes in rest:
+                            result = f(*[s[i] for i in ins], *numbers)
+                            if len(outs) == 1 and isinstance(result, torch.Tensor):
+                                s[outs[0]] = result
+                            elif not writes:
+                                for out, value in zip(outs, result, strict=True):
+                                    s[out] = value
+                    break
+                except Exception as error:
+                    position = len(code) - rest.__length_hint__() - 1
+                    self._failed(index, form, code[position], run.calls[position], error)
+
+    def _failed(self, index: int, form: int, code: tuple[Any, ...], call: int, error: Exception) -> None:
+        s = self.stores[index]
+        if form == GENERAL:
+            outs, ins, writes = code[1], code[2], code[4]
+        else:
+            outs, ins, writes = code[1:2], code[2:3] if form == SCALAR else code[2:], ()
+        poison = next((s[i] for i in ins if type(s[i]) is Poison), None)
+        if poison is None:
+            poison = self._fail(call, self.places[index], error)
+        for slot in (*outs, *(ins[w] for w in writes)):
+            s[slot] = poison
+
+    def _fail(self, call: int, place: Place, error: BaseException) -> Poison:
+        number = self._num_errors
+        self._num_errors += 1
+        self.counters["failures"] += 1
+        frames = traceback.format_exception(error)
+        self._report(
+            Failure(
+                self.session, self._seq, call, number, 0, f"{place[0]}:{place[1]}", type(error).__name__, str(error),
+                "".join(frames),
+            )
+        )
+        return Poison(number)
+
+    def _run_joint(self, joint: Joint) -> None:
+        bound: Bound = joint.bound
+        try:
+            if bound.kernel.communicates:
+                self._run_generators(joint.step, bound)
+            elif bound.draws is not None:
+                self._run_random(joint.step, bound)
+            else:
+                self._run_upload(joint.step, bound)
+        except Exception as error:
+            place = self.places[next(iter(bound.functions))] if bound.functions else ("cpu", 0)
+            poison = self._fail(joint.step.index, place, error)
+            for index in bound.functions:
+                self._put_all(index, joint.step, poison)
+
+    def _put_all(self, index: int, step: Step, value: Any) -> None:
+        s = self.stores[index]
+        for slot in step.outs or [step.ins[w] for w in step.definition.writes]:
+            s[slot] = value
+
+    def _run_upload(self, step: Step, bound: Bound) -> None:
+        data = self._uploads[step.numbers[0]]
+        for index, fn in bound.functions.items():
+            self.stores[index][step.outs[0]] = fn(data)
+
+    def _run_random(self, step: Step, bound: Bound) -> None:
+        assert bound.draws is not None
+        inputs: list[Any] | None = None
+        if bound.functions and step.ins:
+            s = self.stores[next(iter(bound.functions))]
+            inputs = [s[i] for i in step.ins]
+        poison = next((t for t in inputs or [] if type(t) is Poison), None)
+        if poison is not None:
+            for index in bound.functions:
+                self._put_all(index, step, poison)
+            return
+        drawn = bound.draws(inputs, step.numbers)
+        for index, fn in bound.functions.items():
+            s = self.stores[index]
+            result = fn(drawn, *[s[i] for i in step.ins])
+            if step.definition.writes:
+                continue
+            if len(step.outs) == 1:
+                s[step.outs[0]] = result
+            else:
+                for slot, value in zip(step.outs, result, strict=True):
+                    s[slot] = value
+
+    def _run_generators(self, step: Step, bound: Bound) -> None:
+        """Run a communicating kernel on all hosted places in lockstep.
+
+        A poisoned input is replaced by zeros of its shape, so that other workers' exchanges stay matched; what comes out is
+        poison again, here and, by the status that travels with each message, at its receivers.
+        """
+        comm, members = bound.comm, bound.members
+        assert comm is not None and members is not None
+        definition = step.definition
+        poison: Poison | None = None
+        generators: dict[Place, Any] = {}
+        index_of: dict[Place, int] = {}
+        for index, fn in bound.functions.items():
+            place = self.places[index]
+            s = self.stores[index]
+            values = []
+            for slot, layout in zip(step.ins, definition.inputs, strict=True):
+                info = self.meshes[layout.mesh]
+                if place[0] != info.kind or place[1] not in info.devices:
+                    continue
+                value = s[slot]
+                if type(value) is Poison:
+                    poison = value
+                    value = self._stand_in(place, layout)
+                values.append(value)
+            generators[place] = fn(*values, *step.numbers)
+            index_of[place] = index
+        comm.ok = True
+        results: dict[Place, Any] = {}
+        answers: dict[Place, Any] = dict.fromkeys(generators)
+        while generators:
+            requests = {}
+            for place in list(generators):
+                try:
+                    requests[place] = generators[place].send(answers[place])
+                except StopIteration as stop:
+                    results[place] = stop.value
+                    del generators[place]
+            if requests:
+                self.counters["exchanges"] += 1
+                answers = comm.perform(members, requests, poison is None)
+        if poison is None and not comm.ok:
+            poison = Poison(-1)
+        for place, result in results.items():
+            index = index_of[place]
+            if poison is not None:
+                self._put_all(index, step, poison)
+                continue
+            if definition.writes or result is None:
+                continue
+            s = self.stores[index]
+            if isinstance(result, torch.Tensor):
+                s[step.outs[0]] = result
+            else:
+                for slot, value in zip(step.outs, result, strict=True):
+                    s[slot] = value
+
+    def _stand_in(self, place: Place, layout: Any) -> torch.Tensor:
+        from dtorch.runtime.layout import local_shape
+
+        info = self.meshes[layout.mesh]
+        coord = coords(tuple(info.shape))[list(info.devices).index(place[1])]
+        shape = local_shape(tuple(layout.shape), tuple(layout.codes), tuple(info.shape), coord)
+        return torch.zeros(shape, dtype=dtype_of(layout.dtype), device=self._device_of(place))
+
+    # ---- reading
+
+    def held(self, slot: int, place: Place) -> Any:
+        """What a hosted place has in ``slot``: a tensor, a Poison, or None."""
+        store = self.stores[self._place_index[place]]
+        return store[slot] if slot < len(store) else None
+
+    def hosts(self, place: Place) -> bool:
+        return place in self._place_index
+
+
+def _no_function(*_: Any, **__: Any) -> Any:
+    raise ProtocolError("this definition names no function of torch")
+
+
+def _killing(slots: list[int], call: int) -> Run:
+    run = Run(KILL)
+    for slot in slots:
+        run.code.append((slot,))
+        run.calls.append(call)
+    return run

@@ -1,0 +1,140 @@
+"""Kernels: how a definition's work is done on one device.
+
+A kernel is a builder: given the ``Site`` (definition, mesh, coordinate, device) it returns what runs on every call: a plain
+function of the call's local tensors and numbers, or, when it communicates, a generator function that yields requests
+(``comm.py``). Builders run once per signature and device, so geometry is worked out there.
+
+Files here register with ``@kernel``; the executor finds them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from dtorch.runtime.comm import Place, Request
+from dtorch.runtime.layout import Box, box
+from dtorch.runtime.moves import Placed
+from dtorch.runtime.template import Filler, bind, dtype_of
+from dtorch.transport.errors import ProtocolError
+from dtorch.transport.messages import Definition, Layout, MeshInfo
+
+Steps = Generator[Request, Any, Any]
+
+
+@dataclass
+class Site:
+    """Where an instance of a kernel runs.
+
+    Attributes:
+        fn: the op's function, from the op table.
+        mesh: mesh of the outputs (of the first input when there are none).
+        coord: coordinate in ``mesh``; None when the place is in the source mesh only.
+        place: (device kind, id) as the user wrote it.
+        device: the torch device that stands for it.
+    """
+
+    definition: Definition
+    fn: Callable[..., Any]
+    meshes: dict[int, MeshInfo]
+    mesh: MeshInfo
+    coord: tuple[int, ...] | None
+    place: Place
+    device: torch.device
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.definition.params
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Mesh axes on which this kernel's signature was chosen."""
+        return tuple(self.params.get("axes", ()))
+
+    def box(self, layout: Layout) -> Box:
+        """The part of a tensor that this device holds."""
+        mesh = self.meshes[layout.mesh]
+        coord = self.coord
+        assert coord is not None
+        return box(tuple(layout.shape), tuple(layout.codes), tuple(mesh.shape), coord)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box(layout))
+
+    def placed(self, layout: Layout) -> Placed:
+        mesh = self.meshes[layout.mesh]
+        return Placed(
+            mesh.kind, tuple(mesh.devices), tuple(mesh.shape), tuple(layout.shape), tuple(layout.codes)
+        )
+
+    def filler(self) -> Filler:
+        shapes = [self.local_shape(o) for o in self.definition.outputs] if self.coord is not None else []
+        return Filler(self.device, shapes)
+
+    def bound(self, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """``fn`` (the op's function by default) of the call's tensors and numbers, constants in place."""
+        d = self.definition
+        return bind(fn or self.fn, d.args, d.kwargs, self.filler(), len(d.inputs), num_numbers(d))
+
+    def dtype(self, layout: Layout) -> torch.dtype:
+        return dtype_of(layout.dtype)
+
+
+def num_numbers(definition: Definition) -> int:
+    """How many dynamic numbers a call carries."""
+
+    def deep(node: Any) -> int:
+        if isinstance(node, list):
+            if node and node[0] == "n":
+                return 1
+            return sum(deep(v) for v in node)
+        return 0
+
+    return sum(deep(a) for a in definition.args) + sum(deep(a) for a in definition.kwargs.values())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    build: Callable[[Site], Callable[..., Any]]
+    communicates: bool
+
+
+KERNELS: dict[str, Kernel] = {}
+Build = TypeVar("Build", bound=Callable[[Site], Callable[..., Any]])
+
+
+def kernel(name: str, communicates: bool = False) -> Callable[[Build], Build]:
+    """Register a builder under ``name``; ``communicates``: what it builds is a generator function."""
+
+    def register(build: Build) -> Build:
+        KERNELS[name] = Kernel(name, build, communicates)
+        return build
+
+    return register
+
+
+def find(name: str) -> Kernel:
+    try:
+        return KERNELS[name]
+    except KeyError:
+        raise ProtocolError(f"unknown kernel {name!r}") from None
+
+
+@kernel("local")
+def local(site: Site) -> Callable[..., Any]:
+    """The op on local pieces."""
+    return site.bound()
+
+
+@kernel("view")
+def view(site: Site) -> Callable[..., Any]:
+    """A regrouping of dims to the local shape of the output."""
+    shape = site.local_shape(site.definition.outputs[0])
+    return lambda x: x.reshape(shape)
+
+
+from dtorch.runtime.kernels import data, random, reduce, redistribute  # noqa: E402, F401  (they register themselves)

@@ -1,0 +1,346 @@
+"""The client's side of the program order: calls go into a buffer, buffers become batches.
+
+The hot path (a method of ``dtorch.Tensor``) does three things: look a signature up, ``take`` a slot, ``put`` the call. The
+two list methods belong to this recorder's own lists, so recording knows no globals and no session. Everything else hangs
+on the moment when ``take`` finds nothing left: the first op of a batch and the op that fills it both end up in ``grant``.
+
+Buffer layout: three entries a call (``put`` extends the list, which is atomic under the GIL): the call, the code object and
+the instruction offset of the line that issued it. A failed op is traced to its source line from these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Protocol
+
+import msgspec
+
+from dtorch.runtime.slots import SlotPool
+from dtorch.transport.errors import SessionClosedError
+from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, SharedBlob
+
+FIRST_BATCH = 64
+"""Calls in the first batch after a pause: small, so that devices start early."""
+LARGEST_BATCH = 1024
+MAX_IN_FLIGHT = 64
+"""Batches that may be unfinished before the client's thread waits (back-pressure)."""
+
+
+class Signature:
+    """What a recorded call needs to know about its (op, static arguments, input specs)."""
+
+    __slots__ = ("finish", "id", "put", "recorder", "shape", "spec", "specs", "take")
+
+    id: int
+    recorder: Recorder
+    take: Callable[[], int]  # pop of the recorder's lent slots; IndexError: ask the recorder's grant
+    put: Callable[[tuple[Any, ...]], None]
+    shape: int  # ONE, MANY or IN_PLACE
+    spec: Any  # ONE: spec of the result; IN_PLACE: new spec of what was written, None when unchanged
+    specs: tuple[Any, ...]  # of all outputs
+    finish: Any  # MANY: makes the user's tuple of the outputs
+
+
+ONE, MANY, IN_PLACE = 0, 1, 2
+
+
+class Outgoing(msgspec.Struct):
+    """One batch on its way to the controller."""
+
+    seq: int
+    body: bytes
+    signatures: frozenset[int]
+    meshes: tuple[MeshInfo, ...]
+    definitions: tuple[Definition, ...]
+    uploads: tuple[Blob | SharedBlob, ...]
+    fetches: tuple[Fetch, ...]
+    freed_meshes: tuple[int, ...]  # meshes whose tensors died
+
+
+class Outlet(Protocol):
+    """Where batches go: the controller's shell, or a list in tests. Called in the client's thread."""
+
+    def submit(self, batch: Outgoing) -> None: ...
+    def request_flush(self, delay_s: float) -> None:
+        """Call ``Recorder.tick`` from another thread after about ``delay_s``."""
+        ...
+
+    def wait_for_room(self) -> None:
+        """Block while too many batches are in flight."""
+        ...
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Recorder:
+    """Calls, slots and definitions of one session.
+
+    Any thread may record. ``_lock`` guards turning the buffer into a batch; ``put``, ``take`` and ``dead.append`` need no
+    lock (``dead`` being the list of one mesh). In a flush the dead slots are taken before the calls: a slot dies after its last use was recorded, so a death that
+    is seen has all its uses in this batch or an earlier one.
+    """
+
+    def __init__(self, outlet: Outlet, sync: Callable[[], None] | None = None) -> None:
+        self._outlet = outlet
+        self._lock = threading.RLock()
+        self._pool = SlotPool()
+        self._buffer: list[Any] = []
+        self._lent: list[int] = []
+        self._dead: dict[int, list[int]] = {}
+        self.take = self._lent.pop
+        self.put = self._buffer.extend
+        self._seq = 0
+        self._next_signature = 1
+        self._budget = FIRST_BATCH
+        self._granted = 0
+        self._armed = False
+        self._last_length = 0
+        self._meshes: list[MeshInfo] = []
+        self._definitions: list[Definition] = []
+        self._uploads: list[Blob | SharedBlob] = []
+        self._fetches: list[Fetch] = []
+        self._sources: dict[int, list[Any]] = {}
+        self._closed: str | None = None
+        self._sync = sync
+        self.num_ops = 0
+        self.num_batches = 0
+        self.num_bytes = 0
+
+    # ---- the hot path's other half
+
+    def grant(self) -> int:
+        """A slot for a call about to be put, when none is lent: starts a batch, or sends the full one and starts the next."""
+        with self._lock:
+            if self._closed is not None:
+                raise SessionClosedError(self._closed)
+            full = False
+            while not self._lent:
+                if self._sync is not None:
+                    break
+                if self._granted >= self._budget:
+                    self._flush()
+                    self._budget = min(self._budget * 2, LARGEST_BATCH)
+                    full = True
+                self._lent.extend(self._pool.lend(self._budget - self._granted))
+                self._granted = self._budget
+                self.arm()
+            slot = self._pool.lend(1)[0] if self._sync is not None else self._lent.pop()
+        if full:
+            self._outlet.wait_for_room()
+        return slot
+
+    def after_put(self) -> None:
+        """Called by slow paths after ``put``: bounds a buffer of calls that take no slots, and runs op by op if asked."""
+        if self._sync is not None:
+            self._sync()
+        elif not self._armed or len(self._buffer) >= 3 * LARGEST_BATCH:
+            with self._lock:
+                if len(self._buffer) >= 3 * LARGEST_BATCH:
+                    self._flush()
+                self.arm()
+            self._outlet.wait_for_room()
+
+    @property
+    def is_sync(self) -> bool:
+        return self._sync is not None
+
+    def arm(self) -> None:
+        """See to it that what is in the buffer leaves soon: at the next tick of the running loop, or by timer."""
+        if self._armed or self._closed is not None:
+            return
+        self._armed = True
+        loop = asyncio._get_running_loop()
+        if loop is not None:
+            loop.call_soon(self.flush)
+        else:
+            self._last_length = -1
+            self._outlet.request_flush(0.001)
+
+    def wake(self) -> None:
+        """The first tensor died since the last flush. May run inside any allocation, so it takes no lock."""
+        if not self._armed and self._closed is None:
+            self._armed = True
+            self._last_length = -1
+            self._outlet.request_flush(0.001)
+
+    def tick(self) -> None:
+        """Timer: send what is there, unless the client is in the middle of recording (then look again shortly).
+
+        A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
+        plan would be found again; a batch that ends where the client paused or where it is full does not.
+        """
+        length = len(self._buffer)
+        if length != self._last_length and length:
+            self._last_length = length
+            self._outlet.request_flush(0.001)
+            return
+        self.flush()
+
+    # ---- definitions
+
+    def define(self, build: Callable[[int], Definition]) -> int:
+        """Give a signature number; the definition travels before the first batch that can contain it."""
+        with self._lock:
+            number = self._next_signature
+            self._next_signature += 1
+            self._definitions.append(build(number))
+            return number
+
+    def add_mesh(self, mesh: MeshInfo) -> list[int]:
+        """Announce a mesh; the answer is the list to which its tensors append their slot when they die."""
+        with self._lock:
+            self._meshes.append(mesh)
+            dead: list[int] = []
+            self._dead[mesh.mesh] = dead
+            return dead
+
+    def upload(self, signature: int, blob: Blob | SharedBlob, source: tuple[CodeType | None, int]) -> int:
+        """Put a call of kernel "upload" together with its bytes; the answer is the slot.
+
+        The call carries the place of its bytes in the batch, so that a batch that uploads looks the same every time.
+        """
+        slot = self.slot()
+        with self._lock:
+            self.put(((signature, slot, len(self._uploads)), *source))
+            self._uploads.append(blob)
+        return slot
+
+    def slot(self) -> int:
+        """A slot for a call about to be put."""
+        try:
+            return self.take()
+        except IndexError:
+            return self.grant()
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the batch that is being recorded."""
+        return self._seq + 1
+
+    @property
+    def next_signature(self) -> int:
+        return self._next_signature
+
+    # ---- batches
+
+    def flush(self) -> None:
+        """Send what is recorded."""
+        with self._lock:
+            self._flush()
+            self._budget = FIRST_BATCH
+
+    def fetch(self, fetch: Fetch, now: bool) -> None:
+        """Ask for a slot's pieces after everything recorded so far; ``now`` sends at once, else with the loop's next tick."""
+        with self._lock:
+            if self._closed is not None:
+                raise SessionClosedError(self._closed)
+            self._fetches.append(fetch)
+            if now:
+                self.flush()
+            else:
+                self.arm()
+
+    def _flush(self) -> None:
+        frees: list[tuple[int, list[int]]] = []
+        for mesh, dead in self._dead.items():
+            num_dead = len(dead)
+            if num_dead:
+                gone = sorted(dead[:num_dead])
+                del dead[:num_dead]
+                frees.append((mesh, gone))
+        buffer = self._buffer
+        length = len(buffer)
+        chunk = buffer[:length]
+        del buffer[:length]
+        calls = chunk[::3]
+        spare = self._lent[:]
+        self._lent.clear()
+        self._armed = False
+        self._granted = 0
+        if calls or frees or self._fetches or self._definitions:
+            self._seq += 1
+            batch = Outgoing(
+                seq=self._seq,
+                body=_encode((calls, frees)),
+                signatures=frozenset([call[0] for call in calls]),
+                meshes=tuple(self._meshes),
+                definitions=tuple(self._definitions),
+                uploads=tuple(self._uploads),
+                fetches=tuple(self._fetches),
+                freed_meshes=tuple(mesh for mesh, _ in frees),
+            )
+            self._meshes.clear()
+            self._definitions.clear()
+            self._uploads.clear()
+            self._fetches.clear()
+            self._sources[self._seq] = chunk
+            self.num_ops += len(calls)
+            self.num_batches += 1
+            self.num_bytes += len(batch.body)
+            self._outlet.submit(batch)
+        for _, slots in frees:
+            spare.extend(slots)
+        self._pool.restore(spare)
+
+    # ---- what comes back
+
+    def finished(self, seq: int) -> None:
+        """All workers have executed batch ``seq``."""
+        self._sources.pop(seq, None)
+
+    def source(self, seq: int, index: int) -> tuple[str, int] | None:
+        """File name and line of call ``index`` of an unfinished batch."""
+        chunk = self._sources.get(seq)
+        if chunk is None or not 0 <= index < len(chunk) // 3:
+            return None
+        return locate(chunk[3 * index + 1], chunk[3 * index + 2])
+
+    def signature_of(self, seq: int, index: int) -> int | None:
+        """Signature of call ``index`` of an unfinished batch."""
+        chunk = self._sources.get(seq)
+        return None if chunk is None or not 0 <= index < len(chunk) // 3 else int(chunk[3 * index][0])
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._sources)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that hold tensors, or whose end is not yet announced."""
+        with self._lock:
+            return self._pool.size - self._pool.num_idle - len(self._lent)
+
+    def close(self, reason: str) -> None:
+        """Later calls raise SessionClosedError(reason)."""
+        with self._lock:
+            self._closed = reason
+            self._lent.clear()
+            self._buffer.clear()
+            self._fetches.clear()
+
+    def abandon(self, reason: str) -> None:
+        """In a forked child: nothing of this can be used, not even its locks."""
+        self._lock = threading.RLock()
+        self._closed = reason
+        self._armed = True
+        self._lent.clear()
+
+    @property
+    def closed(self) -> str | None:
+        return self._closed
+
+
+def locate(code: CodeType | None, offset: int) -> tuple[str, int] | None:
+    """File name and line number of the instruction at ``offset`` of ``code``."""
+    if code is None:
+        return None
+    line: int | None = code.co_firstlineno
+    for start, stop, number in code.co_lines():
+        if start <= offset < stop and number is not None:
+            line = number
+            break
+    return code.co_filename, line or 0

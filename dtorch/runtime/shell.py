@@ -1,0 +1,295 @@
+"""The controller's shell: a thread with its own event loop that performs what ``Controller`` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+from dtorch.runtime.controller import (
+    Closing,
+    Controller,
+    Counted,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Instruction,
+    Joined,
+    Lost,
+    Received,
+    Send,
+    Settled,
+    Start,
+    Submitted,
+)
+from dtorch.runtime.launcher import LocalLauncher, private_folder
+from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
+from dtorch.transport import codec
+from dtorch.transport.errors import ConnectionLostError, ProtocolError
+from dtorch.transport.link import Link, Server
+from dtorch.transport.messages import Hello
+from dtorch.transport.store import StoreService
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 120.0
+"""How long a worker may take from its start to its handshake."""
+
+
+class Listener(Protocol):
+    """The client's side of what comes back. Called in the controller's thread; must not block."""
+
+    def finished(self, seq: int) -> None: ...
+    def settled(self, settled: Settled) -> None: ...
+    def counted(self, counted: Counted) -> None: ...
+    def failed(self, failed: Failed) -> None: ...
+    def lost(self, worker: int, reason: str) -> None: ...
+    def tick(self) -> None: ...
+
+
+class ControllerThread:
+    """Runs a controller for one embedded session.
+
+    The client's threads call ``submit``, ``post``, ``request_flush``, ``wait_for_room`` and ``close``; everything else
+    happens in this thread.
+
+    Args:
+        listen: None for a unix socket in a private folder; "host" or "host:port" for TCP.
+        worker_args: further arguments of every worker's entry.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        listener: Listener,
+        *,
+        entry: str,
+        worker_args: dict[str, Any],
+        listen: str | None = None,
+    ) -> None:
+        self._controller = controller
+        self._listener = listener
+        self._listen = listen
+        self._worker_args = worker_args
+        self._token = secrets.token_urlsafe(32)
+        self._links: dict[int, Link] = {}
+        self._store = StoreService()
+        self.folder: Path = private_folder()
+        self._launcher = LocalLauncher(self.folder, entry)
+        self._server: Server | None = None
+        self._in_flight = 0
+        self._room = threading.Condition()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event
+        self._stopping: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._fault: BaseException | None = None
+        self._gone: set[int] = set()
+        self._all_gone: asyncio.Event | None = None
+        self._lost = False
+        self.loop: asyncio.AbstractEventLoop = _new_loop()
+        self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    # ---- the client's threads
+
+    def submit(self, batch: Outgoing) -> None:
+        self._in_flight += 1
+        self.post(Submitted(batch))
+
+    def post(self, event: Event) -> None:
+        """Hand an event over, in order."""
+        try:
+            self.loop.call_soon_threadsafe(self._handle, event)
+        except RuntimeError as error:
+            raise ConnectionLostError("the controller has ended") from error
+
+    def request_flush(self, delay_s: float) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self._set_timer, delay_s)
+        except RuntimeError:
+            logger.debug("no flush: the controller has ended")
+
+    def wait_for_room(self) -> None:
+        if self._in_flight <= MAX_IN_FLIGHT or threading.current_thread() is self._thread:
+            return
+        with self._room:
+            while self._in_flight > MAX_IN_FLIGHT // 2 and not self._lost and self._thread.is_alive():
+                self._room.wait(1.0)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id of every live worker."""
+        return dict(self._launcher.pids)
+
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop workers after what is queued, then the thread."""
+        if self._thread.is_alive():
+            try:
+                self.loop.call_soon_threadsafe(self._begin_stop)
+            except RuntimeError:
+                logger.debug("the controller has ended already")
+            if not self.is_own_thread():
+                self._thread.join(timeout_s + 8.0)
+
+    # ---- this thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._fault = error
+            logger.exception("the controller failed")
+        finally:
+            self._ready.set()
+            try:
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            finally:
+                asyncio.set_event_loop(None)
+                self.loop.close()
+
+    async def _serve(self) -> None:
+        self._stopping = asyncio.Event()
+        self._all_gone = asyncio.Event()
+        self._launcher.start()
+        self._launcher.attach(self.loop, self._exited, self._could_not_start)
+        try:
+            routes = self._store.routes()
+            if self._listen is None:
+                self._server = await Server.start(
+                    path=str(self.folder / "control"), token=self._token, on_link=self._on_link, routes=routes,
+                    session=self._controller.session,
+                )
+            else:
+                host, _, port = self._listen.partition(":")
+                self._server = await Server.start(
+                    host=host, port=int(port or 0), token=self._token, on_link=self._on_link, routes=routes,
+                    session=self._controller.session,
+                )
+            self._ready.set()
+            await self._stopping.wait()
+            self._perform(self._controller.handle(Closing()))
+            if not self._lost and self._controller.workers:
+                try:
+                    await asyncio.wait_for(self._all_gone.wait(), 1.5)
+                except asyncio.TimeoutError:
+                    logger.debug("workers did not stop in time")
+        finally:
+            self._launcher.close(0.5)
+            if self._server is not None:
+                await self._server.stop()
+
+    def _begin_stop(self) -> None:
+        if self._stopping is not None:
+            self._stopping.set()
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self._controller.handle(event))
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(worker, frame):
+                    link = self._links.get(worker)
+                    if link is not None:
+                        try:
+                            link.send_nowait(frame)
+                        except ConnectionLostError as error:
+                            logger.debug("worker %d: %s", worker, error)
+                case Finished(seq):
+                    self._listener.finished(seq)
+                    self._in_flight -= 1
+                    if self._in_flight <= MAX_IN_FLIGHT // 2 + 1:
+                        with self._room:
+                            self._room.notify_all()
+                case Settled():
+                    self._listener.settled(instruction)
+                case Counted():
+                    self._listener.counted(instruction)
+                case Failed():
+                    self._listener.failed(instruction)
+                case Start():
+                    self._start(instruction)
+                case Lost(worker, reason):
+                    self._lose(worker, reason)
+                case _:
+                    assert_never(instruction)
+
+    def _start(self, start: Start) -> None:
+        assert self._server is not None
+        args: dict[str, Any] = {
+            "worker": start.worker,
+            "address": self._server.address,
+            "token": self._token,
+            "kind": start.kind,
+            "device": start.device,
+            "shared": start.shared,
+            **self._worker_args,
+        }
+        try:
+            self._launcher.spawn(start.worker, args)
+        except (ConnectionLostError, RuntimeError) as error:
+            self._exited(start.worker, str(error))
+
+    async def _on_link(self, link: Link, hello: Hello) -> None:
+        worker = hello.worker
+        if worker in self._links or worker not in self._controller.workers:
+            await link.close("no such worker is expected")
+            return
+        self._links[worker] = link
+        self._handle(Joined(worker))
+        receive, decode = link.receive, codec.decode_from_worker
+        while (frame := await receive()) is not None:
+            try:
+                message = decode(frame)
+            except ProtocolError as error:
+                self._exited(worker, f"it sent what is not a message: {error}")
+                return
+            self._perform(self._controller.handle(Received(worker, message)))
+        self._links.pop(worker, None)
+        if not (self._stopping and self._stopping.is_set()):
+            # The fork server reports how it ended; this only covers a worker that is alive but hung up.
+            self.loop.call_later(0.5, self._exited, worker, "its connection closed")
+
+    def _exited(self, worker: int, reason: str) -> None:
+        self._perform(self._controller.handle(Exited(worker, reason)))
+        if not self._controller.workers and self._all_gone is not None:
+            self._all_gone.set()
+
+    def _could_not_start(self, text: str) -> None:
+        logger.debug("the fork server failed: %s", text)
+
+    def _lose(self, worker: int, reason: str) -> None:
+        self._lost = True
+        self._listener.lost(worker, reason)
+        self._begin_stop()
+        with self._room:
+            self._room.notify_all()
+
+    def _set_timer(self, delay_s: float) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._listener.tick()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not made for this system
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

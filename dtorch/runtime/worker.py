@@ -1,0 +1,164 @@
+"""A worker's side of the vocabulary: messages in, messages out. No sockets, no event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+
+from dtorch.runtime.comm import Place
+from dtorch.runtime.executor import Executor, Poison
+from dtorch.runtime.layout import box, coords, slices
+from dtorch.runtime.template import dtype_name
+from dtorch.transport.bulk import open_blob
+from dtorch.transport.messages import (
+    AskRandomState,
+    AskStatistics,
+    Batch,
+    Blob,
+    Define,
+    Done,
+    Fetch,
+    Forget,
+    FromWorker,
+    Piece,
+    RandomState,
+    Seed,
+    SharedBlob,
+    Statistics,
+    Stop,
+    ToWorker,
+    Value,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from dtorch.transport.groups import Group
+
+
+class Worker:
+    """Devices of one process, and the sessions that use them.
+
+    Args:
+        number: this worker's number.
+        virtual: device kind as users write it -> kind that stands for it.
+        resolve: op name -> function, from the op table.
+        make_group: (members, kind) -> process group.
+        send: passes a message to the controller.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        virtual: dict[str, str],
+        resolve: Callable[[str], Callable[..., Any]],
+        make_group: Callable[[tuple[int, ...], str], Group],
+        send: Callable[[FromWorker], None],
+    ) -> None:
+        self.number = number
+        self._virtual = virtual
+        self._resolve = resolve
+        self._make_group = make_group
+        self._send = send
+        self._sessions: dict[int, Executor] = {}
+        self.stopped = False
+
+    def device_of(self, place: Place) -> torch.device:
+        """The torch device that stands for (kind, id)."""
+        kind = self._virtual.get(place[0], place[0])
+        return torch.device("cpu") if kind == "cpu" else torch.device(kind, place[1])
+
+    def _session(self, number: int) -> Executor:
+        executor = self._sessions.get(number)
+        if executor is None:
+            executor = self._sessions[number] = Executor(
+                number, self.number, self._resolve, self.device_of, self._make_group, self._send
+            )
+        return executor
+
+    def handle(self, message: ToWorker) -> None:
+        """Do what a message says; answers go through ``send``. Raises ProtocolError for messages that cannot be right."""
+        match message:
+            case Batch():
+                self._batch(message)
+            case Define(session, meshes, definitions):
+                executor = self._session(session)
+                for mesh in meshes:
+                    executor.add_mesh(mesh)
+                for definition in definitions:
+                    executor.add_definition(definition)
+            case Forget(session, sig):
+                self._session(session).forget(sig)
+            case Seed(_, seed):
+                torch.manual_seed(seed)
+            case AskRandomState(session, ticket):
+                states = {"cpu": bytes(torch.get_rng_state().numpy().tobytes())}
+                self._send(RandomState(session, ticket, states))
+            case RandomState(_, _, states):
+                torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
+            case AskStatistics(session, ticket, reset_peak):
+                executor = self._session(session)
+                memory = executor.memory.report(self.device_of, reset_peak)
+                self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
+            case Stop():
+                self.stopped = True
+            case Welcome():
+                pass
+            case _:
+                assert_never(message)
+
+    def _batch(self, batch: Batch) -> None:
+        started = time.perf_counter_ns()
+        executor = self._session(batch.session)
+        uploads = [_bytes_of(blob) for blob in batch.uploads]
+        executor.run(batch.seq, batch.body, uploads)
+        for fetch in batch.fetches:
+            self._fetch(executor, fetch)
+        self._send(Done(batch.session, batch.seq, time.perf_counter_ns() - started))
+
+    def _fetch(self, executor: Executor, fetch: Fetch) -> None:
+        mesh = executor.meshes[fetch.mesh]
+        held = [(d, executor.held(fetch.slot, (mesh.kind, d))) for d in mesh.devices if executor.hosts((mesh.kind, d))]
+        if not held:
+            return
+        poison = next((value for _, value in held if type(value) is Poison), None)
+        if poison is not None:
+            self._send(Value(executor.session, fetch.ticket, self.number, (), poison.error))
+            return
+        into = None if fetch.into is None else open_blob(fetch.into)
+        pieces = []
+        for device, value in held:
+            if device not in fetch.devices:
+                continue
+            tensor: torch.Tensor = value.detach()
+            data = None
+            if into is None:
+                data = _bytes(tensor)
+            elif fetch.layout is not None:
+                layout = fetch.layout
+                coord = coords(tuple(mesh.shape))[list(mesh.devices).index(device)]
+                part = box(tuple(layout.shape), tuple(layout.codes), tuple(mesh.shape), coord)
+                whole = tuple((0, n) for n in layout.shape)
+                into.view(tensor.dtype).view(tuple(layout.shape))[slices(part, whole)] = tensor
+            else:
+                offset = fetch.offsets[fetch.devices.index(device)]
+                size = tensor.numel() * tensor.element_size()
+                if size:
+                    into[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            pieces.append(Piece(device, tuple(tensor.shape), dtype_name(tensor.dtype), data))
+        self._send(Value(executor.session, fetch.ticket, self.number, tuple(pieces)))
+
+
+def _bytes_of(blob: Blob | SharedBlob) -> torch.Tensor:
+    if isinstance(blob, SharedBlob):
+        return open_blob(blob)
+    return torch.frombuffer(bytearray(blob.data), dtype=torch.uint8) if blob.data else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    if not tensor.numel():
+        return b""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

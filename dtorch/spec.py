@@ -1,0 +1,102 @@
+"""What is known of a tensor before its value: shape, strides, dtype, mesh and placements. Interned, so compared by identity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtorch.mesh import DeviceMesh
+from dtorch.placement import Placement, from_code
+from dtorch.runtime.template import dtype_name
+from dtorch.transport.messages import Layout
+
+if TYPE_CHECKING:
+    from dtorch.session import Session
+
+
+class Spec:
+    """Facts shared by all tensors that look alike in one session. Made by ``Session.spec`` only.
+
+    ``dead`` and ``wake`` belong to the recorder: a dying tensor appends its slot to ``dead`` (its mesh's list) and calls
+    ``wake`` when it is the first.
+    """
+
+    __slots__ = (
+        "_meta",
+        "codes",
+        "dead",
+        "dtype",
+        "is_param",
+        "layout",
+        "mesh",
+        "placements",
+        "requires_grad",
+        "session",
+        "shape",
+        "size_bytes",
+        "stride",
+        "wake",
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        mesh: DeviceMesh,
+        mesh_number: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        codes: tuple[int, ...],
+        is_param: bool,
+        requires_grad: bool,
+        dead: list[int],
+        wake: Callable[[], None],
+    ) -> None:
+        self.session = session
+        self.mesh = mesh
+        self.shape = torch.Size(shape)
+        self.stride = stride
+        self.dtype = dtype
+        self.codes = codes
+        self.placements: tuple[Placement, ...] = tuple(from_code(c) for c in codes)
+        self.is_param = is_param
+        self.requires_grad = requires_grad
+        self.dead = dead
+        self.wake = wake
+        self.layout = Layout(mesh_number, tuple(shape), dtype_name(dtype), codes)
+        self.size_bytes = math.prod(shape) * dtype.itemsize
+        self._meta: torch.Tensor | None = None
+
+    @property
+    def meta(self) -> torch.Tensor:
+        """A tensor of this shape on torch's meta device; do not change it."""
+        if self._meta is None:
+            self._meta = self.new_meta()
+        return self._meta
+
+    def new_meta(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __str__(self) -> str:
+        placed = ", ".join(map(str, self.placements))
+        return f"{dtype_name(self.dtype)}{list(self.shape)} on [{placed}]"
+
+    __repr__ = __str__
+
+
+def contiguous_stride(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
+    """Row-major strides, in elements, as ``torch.empty(shape).stride()`` gives them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def facts(*values: Any) -> str:
+    """Values as text for error messages, joined by commas."""
+    return ", ".join(map(str, values))

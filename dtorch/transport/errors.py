@@ -1,0 +1,173 @@
+"""Every exception dtorch raises, in one tree.
+
+::
+
+    DTorchError
+    +-- PlacementError       (ValueError)      the user's placements do not allow the op
+    +-- MeshError            (ValueError)      a mesh is malformed, or tensors live on different meshes
+    +-- OpError              (RuntimeError)    an op failed on a worker; also the original torch type where one exists
+    +-- SessionClosedError   (RuntimeError)    you shut the runtime down and then used one of its tensors
+    +-- WorkerLostError      (RuntimeError)    the world broke it: a worker process is gone
+    +-- ConnectionLostError  (ConnectionError) the world broke it: the control plane is gone
+    +-- AuthError            (PermissionError) a peer could not prove who it is
+    +-- QuotaError           (RuntimeError)    a limit of the session was reached
+    +-- ProtocolError        (RuntimeError)    a peer sent something that the vocabulary does not contain
+
+Facts are attributes; the text is made in ``__str__``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DTorchError(Exception):
+    """Root of every exception dtorch raises on its own account."""
+
+
+class PlacementError(DTorchError, ValueError):
+    """No legal signature of ``op`` fits the placements of its inputs.
+
+    Attributes:
+        op: public name of the op, such as ``"torch.add"``.
+        actual: one entry per tensor input, its placements as text.
+        legal: the signatures that would have been legal, as text.
+        fix: a line of Python that makes the call legal, or "".
+        detail: what else the user should know, or "".
+    """
+
+    def __init__(
+        self, op: str, actual: list[str], legal: list[str], fix: str = "", detail: str = ""
+    ) -> None:
+        super().__init__(op, actual, legal, fix, detail)
+        self.op, self.actual, self.legal, self.fix, self.detail = op, actual, legal, fix, detail
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} has no rule for inputs placed as {', '.join(self.actual) or '(no tensors)'}."]
+        if self.detail:
+            lines.append(self.detail)
+        if self.legal:
+            shown = self.legal[:8]
+            lines.append("Legal on one mesh axis: " + "; ".join(shown) + (" ..." if len(self.legal) > 8 else ""))
+        if self.fix:
+            lines.append(f"This would make it legal: {self.fix}")
+            lines.append("Or let dtorch insert it: with dtorch.auto_redistribute(): ...")
+        return "\n".join(lines)
+
+
+class MeshError(DTorchError, ValueError):
+    """A mesh is malformed, names a device that does not exist, or tensors of one op live on different meshes."""
+
+
+class OpError(DTorchError, RuntimeError):
+    """An op failed on a worker, or a value depends on one that did.
+
+    When torch raised ``T`` on the worker, the exception that users see is an instance of both ``OpError`` and ``T``
+    (see :func:`op_error`), so ``except IndexError`` and ``except torch.OutOfMemoryError`` work as on one device.
+
+    Attributes:
+        op: public name of the op.
+        message: torch's own words.
+        kind: name of the type raised on the worker.
+        location: ``file:line`` of the user's call, or "".
+        source: text of that line, or "".
+        inputs: one entry per tensor input: shape, dtype and placements, as text.
+        worker: name of the worker.
+        device: device on which the op ran, as text.
+        trace: traceback on the worker, as text.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        message: str,
+        kind: str = "RuntimeError",
+        location: str = "",
+        source: str = "",
+        inputs: list[str] | None = None,
+        worker: str = "",
+        device: str = "",
+        trace: str = "",
+    ) -> None:
+        facts = (op, message, kind, location, source, inputs or [], worker, device, trace)
+        super().__init__(*facts)
+        self.op, self.message, self.kind, self.location, self.source = op, message, kind, location, source
+        self.inputs, self.worker, self.device, self.trace = inputs or [], worker, device, trace
+
+    def __str__(self) -> str:
+        lines = [f"{self.message}"]
+        if self.location:
+            lines.append(f"  at {self.location}")
+            if self.source:
+                lines.append(f"     {self.source}")
+        where = " ".join(part for part in (self.worker, self.device) if part)
+        lines.append(f"  in {self.op}" + (f" on {where}" if where else ""))
+        lines.extend(f"  input {i}: {text}" for i, text in enumerate(self.inputs))
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return op_error, (self.args,)
+
+
+def op_error(facts: tuple[Any, ...], bases: dict[str, type[BaseException]] | None = None) -> OpError:
+    """Build an :class:`OpError` that is also the builtin or torch exception named by its ``kind``.
+
+    Args:
+        facts: the positional arguments of :class:`OpError`.
+        bases: further exception types by name, beside Python's own.
+    """
+    kind = str(facts[2])
+    base = (bases or {}).get(kind) or _BUILTIN.get(kind)
+    if base is None or issubclass(OpError, base):
+        return OpError(*facts)
+    cls = _MIXED.get(kind)
+    if cls is None:
+        cls = _MIXED[kind] = type(f"OpError[{kind}]", (OpError, base), {"__module__": OpError.__module__})
+    made: OpError = cls(*facts)
+    return made
+
+
+_BUILTIN: dict[str, type[BaseException]] = {
+    t.__name__: t
+    for t in (IndexError, ValueError, TypeError, ZeroDivisionError, MemoryError, NotImplementedError, KeyError)
+}
+_MIXED: dict[str, type[OpError]] = {}
+
+
+class SessionClosedError(DTorchError, RuntimeError):
+    """The session that held this tensor was shut down."""
+
+
+class WorkerLostError(DTorchError, RuntimeError):
+    """A worker process ended while the session needed it.
+
+    Attributes:
+        worker: its name.
+        reason: how it ended, such as ``"killed by SIGKILL"``.
+    """
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(worker, reason)
+        self.worker, self.reason = worker, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.worker} was lost: {self.reason}. Its tensors are gone; "
+            "call dtorch.init() to start afresh (the next op does so too)."
+        )
+
+
+class ConnectionLostError(DTorchError, ConnectionError):
+    """The control plane is gone."""
+
+
+class AuthError(DTorchError, PermissionError):
+    """A peer could not prove who it is."""
+
+
+class QuotaError(DTorchError, RuntimeError):
+    """A limit of the session was reached."""
+
+
+class ProtocolError(DTorchError, RuntimeError):
+    """A peer sent bytes that are not in the vocabulary."""

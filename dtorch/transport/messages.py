@@ -1,0 +1,204 @@
+"""The one vocabulary of the control plane: every message a controller and a worker exchange.
+
+Tagged, frozen msgspec structs; one union a direction. Tensor bytes travel beside a message (``Blob``) or through shared
+memory (``SharedBlob``). Nothing here can carry code: ops are names that the worker looks up in its own op table.
+
+A *slot* is a number that names a tensor in a session; the client recycles slots. A *signature* is the number that the
+client gave to (op, static arguments, input specs). One call in a batch's body is the flat array
+``[signature, *output slots, *input slots, *dynamic numbers]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Peers with another version are refused in the handshake."""
+
+
+class MeshInfo(msgspec.Struct, frozen=True):
+    """A mesh as workers know it."""
+
+    mesh: int  # number given by the client, unique in the session
+    kind: str  # device type as the user wrote it: "cpu", "cuda"
+    shape: tuple[int, ...]
+    devices: tuple[int, ...]  # device ids, row-major
+    workers: tuple[int, ...] = ()  # the worker of each device; filled in by the controller
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A global tensor: what every worker needs to find its own piece."""
+
+    mesh: int
+    shape: tuple[int, ...]
+    dtype: str  # "float32"
+    codes: tuple[int, ...]  # one placement code a mesh axis, see runtime/layout.py
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """What a signature number means. Sent once, before the first batch that calls it."""
+
+    sig: int
+    op: str  # name in the op table, "torch.add"
+    kernel: str  # name in the kernel table, "local" for plain local work
+    args: list[Any]  # argument template, see runtime/template.py
+    kwargs: dict[str, Any]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    writes: tuple[int, ...] = ()  # indices of inputs that are written in place
+    params: dict[str, Any] = {}  # what the kernel wants to know besides
+
+
+class SharedBlob(msgspec.Struct, frozen=True, tag="shm"):
+    """Bytes in an anonymous shared-memory segment of another process on this host."""
+
+    pid: int
+    fd: int
+    offset: int
+    size_bytes: int
+
+
+class Blob(msgspec.Struct, frozen=True, tag="raw"):
+    """Bytes that travel inside the message."""
+
+    data: bytes
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Ask for the local pieces of a slot, after everything before it in the stream."""
+
+    ticket: int  # names the answer
+    slot: int
+    mesh: int
+    devices: tuple[int, ...]  # device ids whose pieces are wanted; other holders only report whether it failed
+    into: SharedBlob | None = None  # where to write the pieces when they are large
+    layout: Layout | None = None  # with ``into``: each piece goes to its box of the whole, row-major tensor
+    offsets: tuple[int, ...] = ()  # without ``layout``: each device's piece is written at its own offset
+
+
+# ---- controller -> worker
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    version: int
+    session: int
+
+
+class Define(msgspec.Struct, frozen=True, tag="define"):
+    session: int
+    meshes: tuple[MeshInfo, ...]
+    definitions: tuple[Definition, ...]
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """A piece of the program order. The same bytes go to every worker that holds a device of ``meshes``."""
+
+    session: int
+    seq: int
+    meshes: tuple[int, ...]  # meshes that the calls touch; empty: all workers
+    body: bytes  # msgpack of [calls, [[mesh, freed slots], ...]]; a worker keys its compiled plan by these bytes
+    uploads: tuple[Blob | SharedBlob, ...] = ()  # consumed in order by the calls of kernel "upload"
+    fetches: tuple[Fetch, ...] = ()
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Signatures below ``sig`` will not be called again."""
+
+    session: int
+    sig: int
+
+
+class Seed(msgspec.Struct, frozen=True, tag="seed"):
+    session: int
+    seed: int
+
+
+class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
+    session: int
+    ticket: int
+    reset_peak: bool
+
+
+class AskRandomState(msgspec.Struct, frozen=True, tag="ask_random_state"):
+    """A worker that starts late continues where this one's generators stand."""
+
+    session: int
+    ticket: int
+
+
+class RandomState(msgspec.Struct, frozen=True, tag="random_state"):
+    """Answer to AskRandomState, passed on to the worker that starts."""
+
+    session: int
+    ticket: int
+    states: dict[str, bytes]  # device kind -> generator state as torch gives it
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the worker after what is queued."""
+
+
+# ---- worker -> controller
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    version: int
+    worker: int
+    pid: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    session: int
+    seq: int
+    busy_ns: int
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Call ``index`` of batch ``seq`` raised on this worker. ``index`` -1: not one call's fault."""
+
+    session: int
+    seq: int
+    index: int
+    error: int  # number of this failure on this worker; poisoned values refer to it
+    sig: int
+    device: str
+    kind: str  # name of the exception's type
+    text: str
+    trace: str
+
+
+class Piece(msgspec.Struct, frozen=True):
+    device: int
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes | None  # None: written into the segment that the fetch named
+
+
+class Value(msgspec.Struct, frozen=True, tag="value"):
+    session: int
+    ticket: int
+    worker: int
+    pieces: tuple[Piece, ...]
+    error: int | None = None  # the slot is poisoned by this failure of this worker
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    kind: str
+    device: int
+    allocated: int  # bytes
+    peak: int
+    reserved: int
+
+
+class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
+    session: int
+    ticket: int
+    worker: int
+    memory: tuple[DeviceMemory, ...]
+    counters: dict[str, int]
+
+
+ToWorker = Welcome | Define | Batch | Forget | Seed | AskStatistics | AskRandomState | RandomState | Stop
+FromWorker = Hello | Done | Failure | Value | Statistics | RandomState

@@ -1,0 +1,67 @@
+"""Entry of a worker process: the op table joined to the runtime's worker, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtorch import creation
+from dtorch.ops import table
+from dtorch.runtime.worker import Worker
+from dtorch.transport import codec
+from dtorch.transport.link import connect
+from dtorch.transport.messages import PROTOCOL_VERSION, FromWorker, Hello
+
+if TYPE_CHECKING:
+    from dtorch.transport.groups import Group
+
+GROUP_TIMEOUT_S = 1800.0
+"""A collective's last resort; a lost worker is noticed by the controller long before."""
+
+
+assert creation.FACTORIES  # imported for what it adds to the op table
+
+
+def main(args: dict[str, Any]) -> None:
+    """Serve until told to stop or the controller is gone.
+
+    Args:
+        args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch).
+    """
+    torch.set_num_threads(int(args["num_threads"]))
+    try:
+        import uvloop
+    except ImportError:  # not made for this system
+        asyncio.run(_serve(args))
+    else:
+        uvloop.run(_serve(args))
+
+
+async def _serve(args: dict[str, Any]) -> None:
+    number = int(args["worker"])
+    address, token = str(args["address"]), str(args["token"])
+    link = await connect(address, token, Hello(PROTOCOL_VERSION, number, os.getpid()))
+    send_frame, encode = link.send_nowait, codec.encode
+
+    def send(message: FromWorker) -> None:
+        send_frame(encode(message))
+
+    def group(members: tuple[int, ...], kind: str) -> Group:
+        # torch.distributed takes a while to import, and one worker alone never needs it
+        from dtorch.transport.groups import make_group
+        from dtorch.transport.store import SessionStore
+
+        name = f"{kind}-{'-'.join(map(str, members))}"
+        store = SessionStore(address, token, name)
+        return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
+
+    worker = Worker(number, dict(args["virtual"]), table.resolve, group, send)
+    receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
+    # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        while not worker.stopped and (frame := await receive()) is not None:
+            handle(decode(frame))
+    await link.close()

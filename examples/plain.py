@@ -1,0 +1,64 @@
+"""The names that the examples take from dtorch, on plain torch and one device.
+
+For comparison: `chat.py --plain` runs the same model file without the runtime. Every name that is not here is torch's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+nn = SimpleNamespace(
+    **vars(torch.nn),
+    ColumnParallelLinear=torch.nn.Linear,
+    ColumnParallelLinearWithReplicateOutput=torch.nn.Linear,
+    RowParallelLinear=torch.nn.Linear,
+    RowParallelLinearWithReplicateOutput=torch.nn.Linear,
+    ReplicateParallelLinear=torch.nn.Linear,
+    EmbeddingWithReplicateOutput=torch.nn.Embedding,
+)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch, name)
+
+
+def init_device_mesh(device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]) -> torch.device:
+    """One device, whatever the shape; `with` makes it the default, as a mesh would be."""
+    return torch.device(device_type)
+
+
+def Shard(dim: int) -> None:
+    """No placement: there is one device."""
+
+
+def Replicate() -> None:
+    """No placement: there is one device."""
+
+
+def Tensor(data: torch.Tensor, *, device_mesh: torch.device, placements: list[None]) -> torch.Tensor:
+    return data.to(device_mesh)
+
+
+def load_llama() -> ModuleType:
+    """llama.py with these names in dtorch's place; whoever imports dtorch or llama elsewhere is not affected."""
+    spec = importlib.util.spec_from_file_location("plain_llama", Path(__file__).with_name("llama.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get("dtorch")
+    sys.modules["plain_llama"] = module  # dataclasses look their module up
+    sys.modules["dtorch"] = sys.modules[__name__]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if previous is None:
+            del sys.modules["dtorch"]
+        else:
+            sys.modules["dtorch"] = previous
+    return module
