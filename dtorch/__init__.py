@@ -1,7 +1,13 @@
-"""Distributed PyTorch in one thread, with a global view."""
+"""Distributed PyTorch in one thread, with a global view.
+
+Layout: this package is the top floor. ``tensor``, ``mesh``, ``placement``, ``creation`` and ``ops`` hold what users touch;
+``session`` joins them to ``dtorch.runtime`` (recording, control, execution), which stands on ``dtorch.transport`` (messages,
+links, groups). Names below are the public ones; ops of the op table are public under torch's names too.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch as _torch
@@ -10,10 +16,19 @@ from dtorch.mesh import DeviceMesh, init_device_mesh
 from dtorch.placement import Partial, Placement, Replicate, Shard
 from dtorch.future import TensorFuture
 from dtorch.tensor import Tensor
-from dtorch import ops as _ops
+from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
+from dtorch.control import (
+    MemoryStats,
+    Statistics,
+    manual_seed,
+    memory_stats,
+    statistics,
+    synchronize,
+    synchronize_async,
+)
 from dtorch.creation import *  # noqa: F403
-from dtorch.creation import FACTORIES as _FACTORIES
+from dtorch.creation import __all__ as _creation
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
 from dtorch.transport.errors import (
@@ -29,9 +44,57 @@ from dtorch.transport.errors import (
     WorkerLostError,
 )
 
+__version__ = "0.1.0"
+
+_SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
+
+__all__ = [  # noqa: PLE0604
+    "AuthError",
+    "ConnectionLostError",
+    "DTorchError",
+    "DeviceMesh",
+    "MemoryStats",
+    "MeshError",
+    "OpError",
+    "Partial",
+    "Placement",
+    "PlacementError",
+    "ProtocolError",
+    "QuotaError",
+    "Replicate",
+    "SessionClosedError",
+    "Shard",
+    "Statistics",
+    "Tensor",
+    "TensorFuture",
+    "WorkerLostError",
+    "auto_redistribute",
+    "init",
+    "init_device_mesh",
+    "manual_seed",
+    "memory_stats",
+    "shutdown",
+    "statistics",
+    "synchronize",
+    "synchronize_async",
+    *_creation,
+]
+
 
 def __getattr__(name: str) -> Any:
     op = _PUBLIC.get(name)
     if op is not None:
         return op
+    if name in _SUBMODULES:
+        return importlib.import_module(f"dtorch.{name}")
+    value = getattr(_torch, name, None)
+    if isinstance(value, (_torch.dtype, _torch.memory_format, _torch.layout)) or name in (
+        "no_grad", "inference_mode", "enable_grad", "is_grad_enabled", "set_grad_enabled", "finfo", "iinfo", "Size", "device",
+        "get_default_dtype", "set_default_dtype", "inf", "nan", "pi", "e", "dtype", "manual_seed",
+    ):
+        return value
     raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_SUBMODULES})

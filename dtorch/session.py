@@ -75,6 +75,7 @@ class Session:
         self.options = options
         self.number = next(Session._numbers)
         self.num_mutations = 0
+        self.num_misses = 0  # calls whose signature had to be made
         self._virtual = dict(options.virtual)
         self._meshes: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
         self._specs: dict[Any, Spec] = {}
@@ -169,6 +170,7 @@ class Session:
 
     def know_signature(self, number: int, op: str, inputs: tuple[Layout, ...]) -> None:
         """Remember what to say should a call of it fail."""
+        self.num_misses += 1
         self._signatures[number] = (op, inputs)
 
     @property

@@ -17,18 +17,33 @@ Verify = Callable[[Call, "tuple[tuple[int, ...], ...]", "tuple[tuple[int, ...], 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a call runs: codes of the outputs (one tuple an output), and the kernel with the mesh axes that need it."""
+    """How a call runs.
 
+    Attributes:
+        ins: codes that each input has when the op sees it: its own, or its own cut further on this device alone.
+        outs: codes of each output.
+        kernel: name of the worker's kernel, and ``axes``, the mesh axes that need it.
+        sigs: the signature chosen on each mesh axis.
+    """
+
+    ins: tuple[tuple[int, ...], ...]
     outs: tuple[tuple[int, ...], ...]
     kernel: str
     axes: tuple[int, ...]
-    sigs: tuple[Sig, ...]  # one a mesh axis
+    sigs: tuple[Sig, ...]
 
 
-def match(sig: Sig, actual: Sequence[int]) -> Sig | None:
-    """The signature with blocks filled in, when ``actual`` fits it."""
+def match(sig: Sig, actual: Sequence[int], narrow: frozenset[int] = frozenset()) -> Sig | None:
+    """The signature with blocks filled in, when ``actual`` fits it.
+
+    Args:
+        narrow: inputs that may be cut: where they are replicated and the signature wants a shard, each device takes its part
+            of what it has. That costs no communication.
+    """
     block: int | None = None
-    for want, have in zip(sig.ins, actual, strict=True):
+    for i, (want, have) in enumerate(zip(sig.ins, actual, strict=True)):
+        if have == R and i in narrow and is_shard(want):
+            continue
         if want == have:
             if is_shard(have):
                 if block is None:
@@ -49,12 +64,19 @@ def match(sig: Sig, actual: Sequence[int]) -> Sig | None:
     return Sig(ins, outs, sig.kernel, sig.params)
 
 
-def fit(call: Call, sigs: Sequence[Sequence[Sig]], verify: Verify | None = None) -> Fit | None:
-    """Choose a signature for every mesh axis from that axis' list; None when an axis has none that is legal."""
+def fit(
+    call: Call, sigs: Sequence[Sequence[Sig]], verify: Verify | None = None, fixed: frozenset[int] = frozenset()
+) -> Fit | None:
+    """Choose a signature for every mesh axis from that axis' list; None when an axis has none that is legal.
+
+    Args:
+        fixed: inputs that must be seen whole as they are (they are written in place).
+    """
     chosen: list[Sig] = []
+    narrow = frozenset(range(len(call.tensors))) - fixed
     for axis, size in enumerate(call.mesh_shape):
         actual = tuple(t.codes[axis] for t in call.tensors)
-        found = _find(call, sigs[axis], actual)
+        found = _find(call, sigs[axis], actual, narrow)
         if found is None:
             if size != 1:
                 return None
@@ -63,14 +85,22 @@ def fit(call: Call, sigs: Sequence[Sequence[Sig]], verify: Verify | None = None)
     return _combine(call, chosen, verify)
 
 
-def _find(call: Call, sigs: Sequence[Sig], actual: tuple[int, ...]) -> Sig | None:
+def _find(call: Call, sigs: Sequence[Sig], actual: tuple[int, ...], narrow: frozenset[int]) -> Sig | None:
     if all(code == R for code in actual):
         return call.all_replicate()
     for sig in sigs:
         found = match(sig, actual)
         if found is not None:
             return found
-    return None
+    best: Sig | None = None
+    fewest = len(actual)
+    for sig in sigs:
+        found = match(sig, actual, narrow)
+        if found is not None:
+            cuts = sum(want != have for want, have in zip(found.ins, actual, strict=True))
+            if cuts < fewest:
+                best, fewest = found, cuts
+    return best
 
 
 def _combine(call: Call, chosen: Sequence[Sig], verify: Verify | None) -> Fit | None:
@@ -81,9 +111,24 @@ def _combine(call: Call, chosen: Sequence[Sig], verify: Verify | None) -> Fit | 
     kernel = special.pop() if special else "local"
     axes = tuple(axis for axis in real if chosen[axis].kernel == kernel) if kernel != "local" else ()
     outs = tuple(tuple(sig.outs[o] for sig in chosen) for o in range(len(call.outputs)))
-    if verify is not None and not verify(call, tuple(t.codes for t in call.tensors), outs):
+    ins = tuple(tuple(sig.ins[i] for sig in chosen) for i in range(len(call.tensors)))
+    for tensor, codes in zip(call.tensors, ins, strict=True):
+        if codes != tensor.codes and not _is_cut(tensor.codes, codes):
+            return None
+    if verify is not None and not verify(call, ins, outs):
         return None
-    return Fit(outs, kernel, axes, tuple(chosen))
+    return Fit(ins, outs, kernel, axes, tuple(chosen))
+
+
+def _is_cut(have: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Whether every device holds its part under ``want`` when it holds its part under ``have``: the dims newly cut are not
+    cut by an axis to the right as well, whose pieces would then lie elsewhere."""
+    for axis, (before, after) in enumerate(zip(have, want, strict=True)):
+        if before != after:
+            dim = shard_dim(after)
+            if any(is_shard(code) and shard_dim(code) == dim for code in have[axis + 1 :]):
+                return False
+    return True
 
 
 def cost(have: int, want: int, num: int, size_bytes: float) -> float:
@@ -116,7 +161,7 @@ def repair(
     kernel = "local"
     for axis, num in enumerate(call.mesh_shape):
         actual = tuple(t.codes[axis] for t in call.tensors)
-        best = _find(call, sigs[axis], actual)
+        best = _find(call, sigs[axis], actual, frozenset(range(len(call.tensors))) - fixed)
         if best is None:
             least = float("inf")
             for sig in (*sigs[axis], call.all_replicate()):
@@ -140,13 +185,16 @@ def repair(
                 kernel = best.kernel
         wanted.append(best.ins)
     codes = tuple(tuple(axis[i] for axis in wanted) for i in range(len(call.tensors)))
-    if verify is not None and not _verified(call, sigs, codes, verify):
+    if not _verified(call, sigs, codes, verify, fixed):
         codes = tuple((R,) * len(call.mesh_shape) for _ in call.tensors)
         if any(call.tensors[i].codes != codes[i] for i in fixed):
             return None
     return codes
 
 
-def _verified(call: Call, sigs: Sequence[Sequence[Sig]], codes: tuple[tuple[int, ...], ...], verify: Verify) -> bool:
+def _verified(
+    call: Call, sigs: Sequence[Sequence[Sig]], codes: tuple[tuple[int, ...], ...],
+    verify: Verify | None, fixed: frozenset[int],
+) -> bool:
     moved = replace(call, tensors=tuple(replace(t, codes=c) for t, c in zip(call.tensors, codes, strict=True)))
-    return fit(moved, sigs, verify) is not None
+    return fit(moved, sigs, verify, fixed) is not None

@@ -58,8 +58,10 @@ def binary(op: Op) -> Callable[[Tensor, Any], Any]:
                 frame = _getframe(1)
                 sig.put(((sig.id, slot, self._slot, other), frame.f_code, frame.f_lasti))
             else:
-                return record((self, other), {})
+                sig = None
         except (KeyError, IndexError):
+            sig = None
+        if sig is None:
             return record((self, other), {})
         out = _new(tensor)
         out._spec = sig.spec

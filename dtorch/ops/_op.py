@@ -271,10 +271,10 @@ class Op:
         if self.writes is not None:
             w = self.writes
             sigs = [[s for s in axis if all(o == s.ins[w] for o in s.outs)] for axis in sigs]
-        found = fit(call, sigs, self.verify)
+        fixed = frozenset() if self.writes is None else frozenset({self.writes})
+        found = fit(call, sigs, self.verify, fixed)
         if found is None or (self.writes is not None and any(o != spec_codes(tensors, self.writes) for o in found.outs)):
             if policy.is_auto():
-                fixed = frozenset() if self.writes is None else frozenset({self.writes})
                 wanted = repair(call, sigs, [t._spec.size_bytes for t in tensors], fixed, self.verify)
                 if wanted is not None:
                     moved = iter(
@@ -322,8 +322,7 @@ class Op:
         metas = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
         meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
         meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
-        with torch.no_grad():
-            result = self.fn(*meta_args, **meta_kwargs)
+        result = run_meta(self.fn, meta_args, meta_kwargs)
         index = iter(range(len(tensors)))
         call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
         call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
@@ -371,6 +370,9 @@ class Op:
         for axis in found.axes:
             extra.update(found.sigs[axis].params)
         extra["axes"] = list(found.axes)
+        cuts = {str(i): codes for i, (t, codes) in enumerate(zip(call.tensors, found.ins, strict=True)) if t.codes != codes}
+        if cuts:
+            extra["cuts"] = cuts  # inputs that each device cuts further for itself
         if self.random:
             extra["random"] = True
         layouts = inputs if inputs is not None else tuple(
@@ -420,6 +422,44 @@ class Op:
                 legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
         legal.append("all Replicate")
         return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
+
+
+def run_meta(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``fn`` on meta tensors. A call that is wrong raises in the words that torch has for real tensors, where it can."""
+    try:
+        with torch.no_grad():
+            return fn(*args, **kwargs)
+    except Exception:
+        real_args, real_kwargs = _to_real((args, kwargs))
+        if real_args is None:
+            raise
+        with torch.no_grad():
+            fn(*real_args, **real_kwargs)
+        raise
+
+
+MAX_REAL_BYTES = 1 << 24
+
+
+def _to_real(tree: Any) -> Any:
+    """The arguments with zeros in place of meta tensors; (None, None) when they would be large."""
+    budget = [MAX_REAL_BYTES]
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            budget[0] -= value.numel() * value.element_size()
+            return torch.zeros(value.shape, dtype=value.dtype) if budget[0] > 0 else value
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            items = [walk(v) for v in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {k: walk(v) for k, v in value.items()}
+        return value
+
+    real = walk(tree)
+    return real if budget[0] > 0 else (None, None)
 
 
 def spec_codes(tensors: list[Any], index: int) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from dtorch.runtime import kernels
 from dtorch.runtime.comm import Comm, Members, Place
 from dtorch.runtime.kernels import Site
 from dtorch.runtime.kernels.random import draw
-from dtorch.runtime.layout import coords
+from dtorch.runtime.layout import coords, local_shape, slices
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
     BINARY,
@@ -163,11 +164,11 @@ class Executor:
         mine = [place for place in hosts if hosts[place] == self.worker]
         functions: dict[int, Callable[..., Any]] = {}
         main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
+        seen = as_seen(definition)
         for place in mine:
-            site = Site(
-                definition, fn, infos, main, main_coords.get(place), place, self._device_of(place)
-            )
-            functions[self._place_index[place]] = kernel.build(site)
+            site = Site(seen, fn, infos, main, main_coords.get(place), place, self._device_of(place))
+            made = kernel.build(site)
+            functions[self._place_index[place]] = made if seen is definition else _cutting(made, definition, site)
         bound = Bound(functions, kernel)
         if kernel.name == "random":
             bound.draws = draw(definition, fn, self._device_of(mine[0]) if mine else self._device_of((main.kind, 0)))
@@ -437,8 +438,6 @@ class Executor:
                     s[slot] = value
 
     def _stand_in(self, place: Place, layout: Any) -> torch.Tensor:
-        from dtorch.runtime.layout import local_shape
-
         info = self.meshes[layout.mesh]
         coord = coords(tuple(info.shape))[list(info.devices).index(place[1])]
         shape = local_shape(tuple(layout.shape), tuple(layout.codes), tuple(info.shape), coord)
@@ -453,6 +452,34 @@ class Executor:
 
     def hosts(self, place: Place) -> bool:
         return place in self._place_index
+
+
+def as_seen(definition: Definition) -> Definition:
+    """The definition with its inputs as the kernel sees them: after each device has cut what ``params["cuts"]`` names."""
+    cuts = definition.params.get("cuts")
+    if not cuts:
+        return definition
+    inputs = tuple(
+        msgspec.structs.replace(layout, codes=tuple(cuts[str(i)])) if str(i) in cuts else layout
+        for i, layout in enumerate(definition.inputs)
+    )
+    return msgspec.structs.replace(definition, inputs=inputs)
+
+
+def _cutting(made: Callable[..., Any], definition: Definition, site: Site) -> Callable[..., Any]:
+    """``made``, given its part of the inputs that are to be cut."""
+    parts = {}
+    for key in definition.params["cuts"]:
+        i = int(key)
+        parts[i] = slices(site.box(site.definition.inputs[i]), site.box(definition.inputs[i]))
+
+    def run(*values: Any) -> Any:
+        cut = list(values)
+        for i, part in parts.items():
+            cut[i] = cut[i][part]
+        return made(*cut)
+
+    return run
 
 
 def _no_function(*_: Any, **__: Any) -> Any:

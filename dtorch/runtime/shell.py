@@ -130,6 +130,11 @@ class ControllerThread:
         """Process id of every live worker."""
         return dict(self._launcher.pids)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all frames sent to workers."""
+        return self._controller.bytes_sent
+
     def is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 

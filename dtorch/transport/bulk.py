@@ -1,12 +1,13 @@
 """Large values between processes of one user on one host: shared memory without a name.
 
-The owner of a ``Segment`` makes an anonymous memory file and tells others ``SharedBlob(pid, fd, offset, size)``; they open
-``/proc/<pid>/fd/<fd>``, which the kernel allows to the same user only. Nothing is in /dev/shm or in any folder, so a process that
-is killed leaves nothing behind. Systems without ``memfd_create`` pass the session's private folder instead; there a segment is a
-file of that folder until it is closed, and removing the folder with the session removes what a killed process left.
+The owner of a ``Segment`` makes an anonymous memory file and tells others ``SharedBlob(pid, fd, offset, size)``; they
+open ``/proc/<pid>/fd/<fd>``, which the kernel allows to the same user only. Nothing is in /dev/shm or in any folder, so
+a process that is killed leaves nothing behind. Systems without ``memfd_create`` pass the session's private folder
+instead; there a segment is a file of that folder until it is closed, and removing the folder with the session removes
+what a killed process left.
 
-Making and first touching pages costs four times what copying the bytes does, so owners reuse segments (``SegmentPool``) and readers
-keep a few mappings open.
+Making and first touching pages costs four times what copying the bytes does, so owners reuse segments
+(``SegmentPool``) and readers keep a few mappings open.
 
 A mapping lives as long as any tensor on it. ``close`` never unmaps under a tensor.
 """
@@ -81,7 +82,7 @@ class Segment:
         return SharedBlob(os.getpid(), self._fd, offset, size)
 
     def close(self) -> None:
-        """Let no one else open it. Tensors on it stay valid; the memory is freed with the last of them, in any process."""
+        """Let no one else open it. Tensors on it stay valid; the last of them, in any process, frees the memory."""
         if self._close.alive:
             self._close()
             del self.map, self.buffer
@@ -220,7 +221,7 @@ def open_blob(blob: SharedBlob, folder: Path | None = None) -> torch.Tensor:
             raise ProtocolError(f"{blob} reaches beyond the segment's {status.st_size} bytes")
         mapping = _mapping(blob, path, status, folder)
     except OSError as error:
-        raise ConnectionLostError(f"process {blob.pid} does not hold shared memory {blob.fd} any more: {error}") from error
+        raise ConnectionLostError(f"process {blob.pid} does not hold segment {blob.fd} any more: {error}") from error
     if blob.size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=blob.size_bytes, offset=blob.offset)

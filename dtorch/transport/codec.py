@@ -14,8 +14,8 @@ _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
-# What a typed decoder raises on hostile bytes: its own errors, bad UTF-8 (ValueError), a map as a map's key (TypeError),
-# nesting deeper than the stack (RecursionError), a length that no memory can hold (MemoryError).
+# What a typed decoder raises on hostile bytes: its own errors, bad UTF-8 (ValueError), a map as a map's key
+# (TypeError), nesting deeper than the stack (RecursionError), a length that no memory can hold (MemoryError).
 _REFUSED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError)
 
 
@@ -63,4 +63,4 @@ def _check_size(frame: bytes) -> None:
 
 
 def _words(error: BaseException) -> str:
-    return f"{str(error)[:200] or type(error).__name__}"
+    return str(error)[:200] or type(error).__name__

@@ -1,7 +1,7 @@
 """Links: ordered streams of frames between a controller and a worker.
 
-``Link`` is the interface. ``WebSocketLink`` runs it over aiohttp on a unix socket or TCP; ``memory_pair`` runs it inside
-one process, for tests. ``Server`` accepts links and ``connect`` makes one; both do the handshake:
+``Link`` is the interface. ``WebSocketLink`` runs it over aiohttp on a unix socket or TCP; ``memory_pair`` runs it
+inside one process, for tests. ``Server`` accepts links and ``connect`` makes one; both do the handshake:
 
     worker                                   controller
       | -- GET /v1/worker, Bearer token -----> |   401 unless the token is right
@@ -215,7 +215,7 @@ def _resume(started: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any
 
 
 class _MemoryLink(Link):
-    """One end of ``memory_pair``. Frames wait in ``_inbox`` of the receiving end, which is what the sender has pending."""
+    """One end of ``memory_pair``. What the sender has pending waits in the ``_inbox`` of the receiving end."""
 
     def __init__(self) -> None:
         self._peer: _MemoryLink = self
@@ -348,8 +348,9 @@ class Server:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        if self._path is not None and os.path.exists(self._path):
-            os.unlink(self._path)
+        if self._path is not None:
+            _remove_socket(self._path)
+            self._path = None
 
     @web.middleware
     async def _check_token(
@@ -400,6 +401,13 @@ class Server:
             return None
         link.send_nowait(codec.encode(Welcome(PROTOCOL_VERSION, self._session)))
         return hello
+
+
+def _remove_socket(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:  # newer Pythons remove it as the listening socket closes
+        logger.debug("%s is gone already", path)
 
 
 async def connect(address: str, token: str, hello: Hello) -> Link:

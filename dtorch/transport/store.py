@@ -1,7 +1,7 @@
 """A rendezvous store for process groups, kept by the controller and reached over the control plane.
 
-torch.distributed wants a store in which the members of a group leave their addresses. A ``TCPStore`` would need a port of its own and
-a global world; this one is three small parts on the session's own server and token:
+torch.distributed wants a store in which the members of a group leave their addresses. A ``TCPStore`` would need a port
+of its own and a global world; this one is three small parts on the session's own server and token:
 
     StoreState      what is in the store: plain code
     StoreService    aiohttp routes ``POST /v1/store/<operation>``, waiting as long polls
@@ -22,6 +22,7 @@ from datetime import timedelta
 import msgspec
 from aiohttp import web
 from torch import distributed
+from torch._C._distributed_c10d import Store  # torch.distributed re-exports it in a way that type checkers miss
 
 from .errors import AuthError, ConnectionLostError, ProtocolError
 from .link import split_address
@@ -94,7 +95,7 @@ class StoreState:
 
 
 class StoreService:
-    """Serves a ``StoreState``. Belongs to the loop's thread; pass ``routes()`` to ``Server.start``, which checks the token."""
+    """Serves a ``StoreState`` in the loop's thread. Pass ``routes()`` to ``Server.start``, which checks the token."""
 
     def __init__(self, state: StoreState | None = None) -> None:
         self.state = state or StoreState()
@@ -189,7 +190,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class SessionStore(distributed.Store):
+class SessionStore(Store):
     """The session's store as torch wants it. Every call blocks; never call from the thread of the server's loop.
 
     Keep a reference for as long as a process group made with it lives: torch's C++ calls back into this object.
@@ -267,7 +268,9 @@ class SessionStore(distributed.Store):
             if reply.found:
                 return reply
             if time.monotonic() >= until:
-                raise distributed.DistStoreError(f"no {', '.join(keys)} in the store after {timeout.total_seconds():g} s")
+                raise distributed.DistStoreError(
+                    f"no {', '.join(keys)} in the store after {timeout.total_seconds():g} s"
+                )
 
     def _call(self, operation: str, asked: StoreRequest, wait_s: float = 0.0) -> StoreReply:
         body = msgspec.msgpack.encode(asked)

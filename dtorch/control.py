@@ -1,0 +1,123 @@
+"""Functions on the running session: seeds, waiting, statistics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dtorch.mesh import DeviceMesh
+from dtorch.session import current_session
+
+
+def manual_seed(seed: int) -> None:
+    """Seed all generators, in program order. Numbers drawn afterwards are those of plain torch after
+    ``torch.manual_seed(seed)``, whatever the placement and the number of workers.
+
+    Args:
+        seed: as torch takes it: an int of at most 64 bits; negative ones count from 2**64.
+    """
+    seed = int(seed)
+    if not -(2**63) <= seed < 2**64:
+        raise RuntimeError(f"Overflow when unpacking long long: the seed {seed} has more than 64 bits")
+    current_session().seed(seed)
+
+
+def synchronize() -> None:
+    """Wait until all issued work is done.
+
+    Raises:
+        OpError: an op failed and nobody has seen its error yet.
+        WorkerLostError: a worker is gone.
+    """
+    current_session().synchronize().result()
+
+
+async def synchronize_async() -> None:
+    """As :func:`synchronize`, without blocking the event loop."""
+    await current_session().synchronize()
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory of one device, in bytes.
+
+    Attributes:
+        device: such as "cpu:0".
+        allocated: held by tensors now; storages that several tensors view count once.
+        peak: the most held since the last reset. CPU devices are watched from the first call of ``memory_stats`` on.
+        reserved: taken from the system; on CPU devices the same as ``allocated``.
+    """
+
+    device: str
+    allocated: int
+    peak: int
+    reserved: int
+
+
+def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> list[MemoryStats]:
+    """Memory of each device of the mesh (of all devices in use when left out), in the mesh's row-major order.
+
+    Args:
+        reset_peak: let ``peak`` start from what is allocated now.
+    """
+    session = current_session()
+    if device_mesh is not None:
+        session.mesh_number(device_mesh)
+    answers = session.ask_statistics(reset_peak).result()
+    found = {(m.kind, m.device): m for answer in answers for m in answer.memory}
+    if device_mesh is None:
+        places = sorted(found)
+    else:
+        places = [(device_mesh.device_type, device) for device in device_mesh.devices]
+    return [
+        MemoryStats(f"{kind}:{number}", m.allocated, m.peak, m.reserved)
+        for kind, number in places
+        if (m := found.get((kind, number))) is not None
+    ]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the session has done, a frozen record.
+
+    Attributes:
+        ops: calls recorded and sent.
+        batches: batches sent.
+        signatures: different calls known (op, static arguments, input specs).
+        signature_misses: calls that had to be inferred; ops - signature_misses found their signature.
+        slots: slots that hold tensors.
+        batches_in_flight: sent, not yet executed by all workers.
+        bytes_by_plane: "control": bytes of batches recorded; "sent": bytes of frames sent to workers.
+        workers: number -> counters: calls, batches, plan_hits, plan_misses, failures, exchanges.
+    """
+
+    ops: int
+    batches: int
+    signatures: int
+    signature_misses: int
+    slots: int
+    batches_in_flight: int
+    bytes_by_plane: dict[str, int]
+    workers: dict[int, dict[str, int]]
+
+    @property
+    def bytes_per_op(self) -> float:
+        """Mean bytes of a call on the wire."""
+        return self.bytes_by_plane["control"] / self.ops if self.ops else math.nan
+
+
+def statistics() -> Statistics:
+    """Counters of the session; waits for the workers' own counters, after all work recorded so far."""
+    session = current_session()
+    answers = session.ask_statistics(False).result()
+    recorder = session.recorder
+    return Statistics(
+        ops=recorder.num_ops,
+        batches=recorder.num_batches,
+        signatures=session.num_signatures,
+        signature_misses=session.num_misses,
+        slots=recorder.num_slots,
+        batches_in_flight=recorder.num_in_flight,
+        bytes_by_plane={"control": recorder.num_bytes, "sent": session.thread.bytes_sent},
+        workers={answer.worker: answer.counters for answer in answers},
+    )
