@@ -50,10 +50,10 @@ def test_writes_are_seen_through_the_blob_both_ways() -> None:
 def test_a_segment_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     before = sorted(os.listdir("/dev/shm"))
     code = (
-        "import sys, os; sys.path.insert(0, %r); from dtorch.transport.bulk import Segment\n"
+        f"import sys, os; sys.path.insert(0, {str(ROOT)!r}); from dtorch.transport.bulk import Segment\n"
         "s = Segment(1 << 20); s.buffer[:3] = 5; b = s.blob(0, 3)\n"
         "sys.stdout.write(f'{b.pid} {b.fd}\\n'); sys.stdout.flush(); sys.stdin.read()"
-    ) % str(ROOT)
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -126,7 +126,12 @@ def test_blobs_are_not_believed(tmp_path: Path) -> None:
     good = segment.blob()
     with pytest.raises(ProtocolError, match="beyond"):
         open_blob(SharedBlob(good.pid, good.fd, 4000, 97))
-    for pid, fd, offset, size in ((0, 1, 0, 1), (good.pid, -1, 0, 1), (good.pid, good.fd, -1, 1), (good.pid, good.fd, 0, -1)):
+    for pid, fd, offset, size in (
+        (0, 1, 0, 1),
+        (good.pid, -1, 0, 1),
+        (good.pid, good.fd, -1, 1),
+        (good.pid, good.fd, 0, -1),
+    ):
         with pytest.raises(ProtocolError, match="names no bytes"):
             open_blob(SharedBlob(pid, fd, offset, size))
     with open(tmp_path / "f", "wb") as other, pytest.raises(ProtocolError, match="not a segment"):

@@ -68,7 +68,8 @@ def _garbage(frame: bytes) -> None:
         try:
             decode(frame)
         except ProtocolError as error:
-            assert len(str(error)) < 300
+            text = str(error)
+            assert len(text) < 300
 
 
 @settings(max_examples=300, deadline=None)

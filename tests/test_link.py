@@ -261,7 +261,7 @@ async def test_a_failing_handler_ends_its_link_and_is_logged(folder: Path, caplo
 
 async def test_a_peer_that_never_reads_cannot_hold_up_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "CLOSE_TIMEOUT_S", 0.05)
-    async with pair("unix", folder) as (near, far):
+    async with pair("unix", folder) as (_, far):
         for _ in range(100):
             far.send_nowait(b"x" * 100_000)
         await asyncio.wait_for(far.close(), PATIENCE_S)
@@ -294,9 +294,7 @@ async def test_extra_routes_need_the_token_too(folder: Path) -> None:
     async def say(request: web.Request) -> web.Response:
         return web.Response(text="hi")
 
-    server = await Server.start(
-        host="127.0.0.1", token=TOKEN, on_link=Accepted(), routes=[web.get("/v1/extra", say)]
-    )
+    server = await Server.start(host="127.0.0.1", token=TOKEN, on_link=Accepted(), routes=[web.get("/v1/extra", say)])
     _, url = link._target(server.address)
     async with aiohttp.ClientSession() as session:
         async with session.get(url + "/v1/extra") as answer:
