@@ -21,6 +21,7 @@ from dtorch.frames import source
 from dtorch.future import TensorFuture
 from dtorch.ops._call import Call, Result, Rule, TensorArg
 from dtorch.ops._choose import Fit, Verify, fit, repair
+from dtorch.ops._meta import outcome
 from dtorch.placement import from_code
 from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
 from dtorch.runtime.template import LocalShape, NumberRef, TensorRef, freeze
@@ -322,7 +323,7 @@ class Op:
         metas = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
         meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
         meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
-        result = run_meta(self.fn, meta_args, meta_kwargs)
+        result, metas = outcome(self.fn, meta_args, meta_kwargs, metas, self.random)
         index = iter(range(len(tensors)))
         call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
         call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
@@ -422,44 +423,6 @@ class Op:
                 legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
         legal.append("all Replicate")
         return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
-
-
-def run_meta(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``fn`` on meta tensors. A call that is wrong raises in the words that torch has for real tensors, where it can."""
-    try:
-        with torch.no_grad():
-            return fn(*args, **kwargs)
-    except Exception:
-        real_args, real_kwargs = _to_real((args, kwargs))
-        if real_args is None:
-            raise
-        with torch.no_grad():
-            fn(*real_args, **real_kwargs)
-        raise
-
-
-MAX_REAL_BYTES = 1 << 24
-
-
-def _to_real(tree: Any) -> Any:
-    """The arguments with zeros in place of meta tensors; (None, None) when they would be large."""
-    budget = [MAX_REAL_BYTES]
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            budget[0] -= value.numel() * value.element_size()
-            return torch.zeros(value.shape, dtype=value.dtype) if budget[0] > 0 else value
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, (list, tuple)):
-            items = [walk(v) for v in value]
-            return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, dict):
-            return {k: walk(v) for k, v in value.items()}
-        return value
-
-    real = walk(tree)
-    return real if budget[0] > 0 else (None, None)
 
 
 def spec_codes(tensors: list[Any], index: int) -> tuple[int, ...]:
