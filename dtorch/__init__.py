@@ -29,6 +29,7 @@ from dtorch.control import (
 )
 from dtorch.creation import *  # noqa: F403
 from dtorch.creation import __all__ as _creation
+from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
 from dtorch.transport.errors import (

@@ -20,6 +20,8 @@ from dtorch.tensor import Tensor
 from dtorch.transport.messages import Definition
 
 _new = object.__new__
+_plain = torch._C.DisableTorchFunction
+"""``with _plain():`` torch's factories give torch tensors, also inside ``with mesh:`` (see ``interop.py``)."""
 
 
 def target_mesh(device_mesh: DeviceMesh | None, device: Any, name: str) -> DeviceMesh:
@@ -66,7 +68,8 @@ def tensor(
             moved = moved.to(dtype)
         return moved.clone() if moved is data else moved
     mesh = target_mesh(device_mesh, device, "tensor")
-    full = data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+    with _plain():
+        full = data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
     if dtype is not None and full.dtype != dtype:
         full = full.to(dtype)
     made = current_session().upload(full, mesh, placements)
@@ -77,14 +80,19 @@ def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None, *
     """``torch.as_tensor``; a dtorch tensor of that dtype is returned as it is."""
     if isinstance(data, Tensor) and not where and (dtype is None or dtype == data.dtype):
         return data
-    return tensor(torch.as_tensor(data) if not isinstance(data, Tensor) else data, dtype=dtype, device=device, **where)
+    if not isinstance(data, Tensor):
+        with _plain():
+            data = torch.as_tensor(data)
+    return tensor(data, dtype=dtype, device=device, **where)
 
 
 def from_numpy(
     array: Any, *, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
     """``torch.from_numpy``, but a copy: workers do not share the array's memory."""
-    return tensor(torch.from_numpy(array), device_mesh=device_mesh, placements=placements)
+    with _plain():
+        full = torch.from_numpy(array)
+    return tensor(full, device_mesh=device_mesh, placements=placements)
 
 
 def from_shards(
@@ -99,7 +107,8 @@ def from_shards(
         ValueError: the pieces do not fit together: their number, dtypes, or shapes under these placements.
     """
     mesh = target_mesh(device_mesh, None, "from_shards")
-    pieces = [torch.as_tensor(s) for s in shards]
+    with _plain():
+        pieces = [torch.as_tensor(s) for s in shards]
     num = len(mesh.devices)
     if len(pieces) != num:
         raise ValueError(f"from_shards: {mesh} has {num} devices, {len(pieces)} pieces were given")
@@ -227,7 +236,8 @@ class Factory:
     def _define(
         self, session: Session, mesh: DeviceMesh, placements: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
-        meta = self.fn(*args, **kwargs, device="meta")
+        with _plain():
+            meta = self.fn(*args, **kwargs, device="meta")
         shape = tuple(meta.shape)
         placed = normalize((Replicate(),) * mesh.ndim if placements is None else placements, len(shape), mesh)
         codes = tuple(p.code for p in placed)

@@ -68,8 +68,7 @@ class Tensor(TensorFuture):
             raise TypeError("dtorch.Tensor needs data: a torch.Tensor, an array or a nested list")
         if isinstance(data, (torch.Tensor, Tensor)):
             return tensor(data, dtype=dtype, device_mesh=device_mesh, placements=placements)
-        return tensor(torch.as_tensor(data), dtype=dtype or torch.get_default_dtype(), device_mesh=device_mesh,
-                      placements=placements)
+        return tensor(data, dtype=dtype or torch.get_default_dtype(), device_mesh=device_mesh, placements=placements)
 
     def __del__(self) -> None:
         try:
@@ -126,6 +125,10 @@ class Tensor(TensorFuture):
 
     @property
     def is_sparse(self) -> bool:
+        return False
+
+    @property
+    def is_nested(self) -> bool:
         return False
 
     @property

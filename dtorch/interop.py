@@ -1,0 +1,104 @@
+"""Torch's own factories inside ``with mesh:``: ``torch.zeros(3)`` gives a dtorch tensor on that mesh.
+
+A torch function mode stands on the thread's mode stack for as long as a ``with mesh:`` block is open on that thread. It asks
+which mesh is in force in the running task, so tasks that interleave on one thread do not see each other's mesh; where none is
+in force it passes everything on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from dtorch import creation
+from dtorch.mesh import DeviceMesh, current_mesh, on_enter, on_exit
+from dtorch.tensor import TORCH, Tensor
+
+
+def _from_data(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.tensor`` and its like keep keywords that mean nothing on a mesh."""
+
+    def call(data: Any, *args: Any, pin_memory: bool = False, copy: bool | None = None, **kwargs: Any) -> Any:
+        return make(data, *args, **kwargs)
+
+    return call
+
+
+_FACTORIES: dict[Any, Callable[..., Any]] = {
+    **{factory.fn: factory for factory in creation.FACTORIES.values()},
+    torch.tensor: _from_data(creation.tensor),
+    torch.as_tensor: _from_data(creation.as_tensor),
+    torch.asarray: _from_data(creation.as_tensor),
+    torch.scalar_tensor: _from_data(creation.tensor),
+}
+
+
+def _stays_plain(kwargs: dict[str, Any]) -> bool:
+    """Whether the call asks for something that a mesh does not have: the meta device, or a plain tensor to write into."""
+    device = kwargs.get("device")
+    if device is not None and not isinstance(device, DeviceMesh) and torch.device(device).type == "meta":
+        return True
+    return isinstance(kwargs.get("out"), torch.Tensor)
+
+
+class MeshMode(TorchFunctionMode):
+    """Sends torch's factories to the mesh in force, and everything else where it would go without the mode."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if Tensor in types:
+            op = TORCH.get(func)
+            if op is not None:
+                return op(*args, **kwargs) if kwargs else op(*args)
+        make = _FACTORIES.get(func)
+        if make is None or current_mesh() is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if _stays_plain(kwargs) else make(*args, **kwargs)
+
+
+class _Depth(threading.local):
+    """Open ``with mesh:`` blocks of a thread, and the mode that stands for them."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.mode = MeshMode()
+
+
+_depth = _Depth()
+
+
+def _enter(mesh: DeviceMesh) -> None:
+    if _depth.num_blocks == 0:
+        _push_mode(_depth.mode)
+    _depth.num_blocks += 1
+
+
+def _exit() -> None:
+    # A block may end on another thread than it began on (a generator that is closed late): there is nothing to take away.
+    if _depth.num_blocks == 0:
+        return
+    _depth.num_blocks -= 1
+    if _depth.num_blocks == 0:
+        _remove(_depth.mode)
+
+
+def _remove(mode: TorchFunctionMode) -> None:
+    """Take ``mode`` off the stack; modes that other tasks have pushed above it stay."""
+    stack = _get_current_function_mode_stack()
+    if not any(entry is mode for entry in stack):
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for entry in reversed(above):
+        _push_mode(entry)
+
+
+on_enter.append(_enter)
+on_exit.append(_exit)

@@ -1,0 +1,26 @@
+"""``torch.nn.functional`` for dtorch tensors: rows of the op table; else torch's function, made of ops that have rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as _torch
+
+from dtorch.nn import _expand
+from dtorch.ops.table import FUNCTIONAL
+
+_expand.register(_torch)
+_expand.register(torch.functional)
+
+
+def __getattr__(name: str) -> Any:
+    found = FUNCTIONAL.get(name)
+    if found is None:
+        found = getattr(_torch, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*FUNCTIONAL, *(name for name in dir(_torch) if not name.startswith("_"))})

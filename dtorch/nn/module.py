@@ -1,0 +1,307 @@
+"""dtorch.nn.Module: torch's Module, whose parameters and buffers may be dtorch tensors.
+
+A parameter is a dtorch.Tensor that carries the mark ``_is_param``; ``Parameter(...)`` makes one, and so does
+``torch.nn.Parameter`` of a dtorch tensor. Torch's Module would take neither, as it asks for ``torch.Tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.modules import module as _torch
+
+from dtorch.creation import target_mesh, tensor
+from dtorch.mesh import DeviceMesh, current_mesh
+from dtorch.session import current_session
+from dtorch.tensor import Tensor
+
+_skipping: ContextVar[bool] = ContextVar("dtorch_skip_init", default=False)
+_backward_hooks = _torch._global_backward_hooks
+_backward_pre_hooks = _torch._global_backward_pre_hooks
+_forward_hooks = _torch._global_forward_hooks
+_forward_pre_hooks = _torch._global_forward_pre_hooks
+
+
+class _IsParameter(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, Tensor):
+            return instance._is_param
+        return isinstance(instance, torch.nn.Parameter)
+
+
+class Parameter(metaclass=_IsParameter):
+    """Makes a dtorch.Tensor that a Module counts among its parameters.
+
+    Args:
+        data: dtorch tensor; a plain torch tensor goes to the mesh in force.
+        requires_grad: whether it wants a gradient.
+    """
+
+    def __new__(cls, data: Any, requires_grad: bool = True) -> Any:
+        full = data if isinstance(data, Tensor) else tensor(data)
+        made = full.detach()
+        made._spec = made._spec.session.respec(made._spec, requires_grad=requires_grad, is_param=True)
+        return made
+
+
+@contextmanager
+def skip_init() -> Iterator[None]:
+    """Inside, layers leave their parameters as memory happens to be: for models whose weights are loaded next.
+
+    Belongs to the running task.
+    """
+    token = _skipping.set(True)
+    try:
+        yield
+    finally:
+        _skipping.reset(token)
+
+
+def is_init_skipped() -> bool:
+    """Whether a :func:`skip_init` block is open here."""
+    return _skipping.get()
+
+
+def layer_mesh(device_mesh: DeviceMesh | None, device: Any, name: str) -> DeviceMesh:
+    """The mesh in force while torch's constructor of a layer runs; a device kind is then left to the factories."""
+    if device_mesh is None and device is not None:
+        return current_mesh() or DeviceMesh("cpu", [0])
+    return target_mesh(device_mesh, device, name)
+
+
+class Module(torch.nn.Module):
+    """``torch.nn.Module`` for dtorch tensors.
+
+    ``redistribute_input(*args)`` and ``redistribute_output(out)`` run right before and after ``forward``: methods that a
+    subclass defines, or callables that are set on one module. The first gets forward's positional arguments and returns what
+    replaces them (a tuple, or the one value); the second returns what replaces the result. Torch's hooks run inside of the
+    two: a forward hook sees the same values as the caller, under the placements that forward gave them.
+    """
+
+    redistribute_input: Callable[..., Any] | None = None
+    redistribute_output: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Of torch's way around a forward only what is in use: that costs several times as much as all of this.
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+            or _forward_hooks
+            or _forward_pre_hooks
+            or _backward_hooks
+            or _backward_pre_hooks
+            or self._compiled_call_impl is not None
+        ):
+            call = super().__call__
+        else:
+            call = self.forward
+        if self.redistribute_input is not None:
+            args = self._placed_input(args)
+        out = call(*args, **kwargs)
+        return out if self.redistribute_output is None else self.redistribute_output(out)
+
+    def _placed_input(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert self.redistribute_input is not None
+        placed = self.redistribute_input(*args)
+        return placed if isinstance(placed, tuple) else (placed,)
+
+    # ---- members
+
+    def __getattr__(self, name: str) -> Any:
+        members = self.__dict__
+        for kind in ("_parameters", "_modules", "_buffers"):
+            found = members.get(kind)
+            if found is not None and name in found:
+                return found[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value._is_param:
+                self._set_parameter(name, value)
+                return
+        elif isinstance(value, torch.nn.Module):
+            adopt(value)
+        super().__setattr__(name, value)
+
+    def _set_parameter(self, name: str, value: Tensor) -> None:
+        if "_parameters" not in self.__dict__:
+            raise AttributeError("cannot assign parameters before Module.__init__() call")
+        self.__dict__.pop(name, None)
+        self._buffers.pop(name, None)
+        self._modules.pop(name, None)
+        self._non_persistent_buffers_set.discard(name)
+        self.register_parameter(name, value)
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As torch's; takes dtorch parameters too."""
+        super().register_parameter(name, None)  # checks the name
+        if not isinstance(param, Tensor):
+            super().register_parameter(name, param)
+            return
+        if not param._is_param:
+            del self._parameters[name]
+            raise TypeError(
+                f"cannot assign a dtorch.Tensor as parameter {name!r}: wrap it in dtorch.nn.Parameter (or give None)"
+            )
+        for hook in _torch._global_parameter_registration_hooks.values():
+            changed = hook(self, name, param)
+            param = param if changed is None else changed
+        self._parameters[name] = param
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        if module is not None:
+            adopt(module)
+        super().add_module(name, module)
+
+    # ---- conversions
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; ``to(mesh)`` or ``to(device_mesh=mesh)`` moves dtorch parameters and buffers to another mesh."""
+        mesh = kwargs.pop("device_mesh", None)
+        if mesh is None and args and isinstance(args[0], DeviceMesh):
+            mesh, args = args[0], args[1:]
+        if mesh is not None:
+            self._apply(lambda t: t.redistribute(device_mesh=mesh) if isinstance(t, Tensor) else t)
+        return super().to(*args, **kwargs) if args or kwargs or mesh is None else self
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        own = {name: p for name, p in self._parameters.items() if isinstance(p, Tensor)}
+        others = {name: p for name, p in self._parameters.items() if name not in own}
+        every = list(self._parameters)
+        self.__dict__["_parameters"] = others
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self.__dict__["_parameters"] = {name: own.get(name, others.get(name)) for name in every}
+            refresh = self.__dict__.get("_flat_weights") and getattr(self, "_init_flat_weights", None)
+            if refresh:  # recurrent layers keep a list of their parameters, made while these were away
+                refresh()
+        for param in own.values():
+            _become(param, fn(param))
+            if param.grad is not None:
+                param.grad = fn(param.grad)
+        return self
+
+    # ---- state
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As torch's. Full tensors are split on their way, as each parameter is placed: nobody holds a whole copy."""
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        given: dict[str, Any] = {}
+        for name, own in (*self._parameters.items(), *self._buffers.items()):
+            value = state_dict.get(prefix + name)
+            if isinstance(own, Tensor) and isinstance(value, (torch.Tensor, Tensor)) and own.shape == value.shape:
+                given[prefix + name] = value
+                state_dict[prefix + name] = _placed_like(own, value, assign)
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            state_dict.update(given)
+
+
+def _placed_like(own: Tensor, value: Any, assign: bool) -> Tensor:
+    """``value`` on the mesh of ``own``, cut as ``own`` is."""
+    if isinstance(value, Tensor):
+        placed = value.redistribute(device_mesh=own.device_mesh, placements=own.placements)
+    else:
+        placed = current_session().upload(value, own.device_mesh, own.placements)
+    if assign and own._is_param:
+        placed = Parameter(placed, own.requires_grad)
+    return placed
+
+
+def _become(param: Tensor, value: Any) -> None:
+    """Let a parameter keep its identity and take another tensor's value, dtype and place."""
+    if value is param:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a dtorch parameter cannot become a {type(value).__name__}")
+    session = value._spec.session
+    spec = session.respec(value._spec, requires_grad=param.requires_grad, is_param=param._is_param)
+    if value._is_param or value.requires_grad:
+        value = value.detach()
+    param._spec, value._spec = spec, param._spec
+    param._slot, value._slot = value._slot, param._slot
+    session.num_mutations += 1  # fetches of the old value answer for it no more
+
+
+# ---- torch's layers
+
+
+@lru_cache(maxsize=None)
+def layer(torch_class: type[torch.nn.Module]) -> type[Module]:
+    """Torch's layer with this Module's ways: ``dtorch.nn.Linear`` is ``layer(torch.nn.Linear)``."""
+    if issubclass(torch_class, Module):
+        return torch_class
+    if torch_class is torch.nn.Module:
+        return Module
+
+    def __init__(self: Any, *args: Any, device_mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
+        with layer_mesh(device_mesh, kwargs.get("device"), torch_class.__name__):
+            torch_class.__init__(self, *args, **kwargs)
+
+    __init__.__doc__ = torch_class.__init__.__doc__
+    members: dict[str, Any] = {
+        "__init__": __init__,
+        "__module__": "dtorch.nn",
+        "__qualname__": torch_class.__name__,
+        "__doc__": torch_class.__doc__,
+    }
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(torch_class, name, None)
+        if reset is not None:
+            members[name] = _unless_skipped(reset)
+    forward = FORWARD.get(torch_class)
+    if forward is not None:
+        members["forward"] = forward
+    return type(torch_class.__name__, (Module, torch_class), members)
+
+
+FORWARD: dict[type[torch.nn.Module], Callable[..., Any]] = {}
+"""Forwards that go to the op table without torch's functions between; see ``layers.py``."""
+
+
+def _unless_skipped(reset: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any) -> None:
+        if not _skipping.get():
+            reset(self)
+
+    call.__name__ = call.__qualname__ = reset.__name__
+    call.__doc__ = reset.__doc__
+    return call
+
+
+def adopt(module: torch.nn.Module) -> None:
+    """Give a torch module that was made inside ``with mesh:`` this Module's ways.
+
+    Torch's own layers make others inside (an attention's output projection); under a mesh those hold dtorch tensors, which
+    torch's Module did not count as parameters.
+    """
+    if isinstance(module, Module):
+        return
+    for child in module.children():
+        adopt(child)
+    strays = {name: v for name, v in module.__dict__.items() if isinstance(v, Tensor) and v._is_param}
+    if strays:
+        module.__class__ = layer(type(module))
+        for name, value in strays.items():
+            setattr(module, name, value)
