@@ -323,7 +323,8 @@ class Op:
         metas = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
         meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
         meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
-        result, metas = outcome(self.fn, meta_args, meta_kwargs, metas, self.random)
+        with torch._C.DisableTorchFunction():  # factories in there are plain torch's, also inside ``with mesh:``
+            result, metas = outcome(self.fn, meta_args, meta_kwargs, metas, self.random)
         index = iter(range(len(tensors)))
         call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
         call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
