@@ -25,6 +25,8 @@ from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, SharedB
 FIRST_BATCH = 64
 """Calls in the first batch after a pause: small, so that devices start early."""
 LARGEST_BATCH = 1024
+TIMER_S = 0.001
+"""How long a plain script may pause before what it recorded is sent."""
 MAX_IN_FLIGHT = 64
 """Batches that may be unfinished before the client's thread waits (back-pressure)."""
 
@@ -52,12 +54,17 @@ class Outgoing(msgspec.Struct):
 
     seq: int
     body: bytes
-    signatures: frozenset[int]
+    calls: list[tuple[Any, ...]]  # what ``body`` encodes
     meshes: tuple[MeshInfo, ...]
     definitions: tuple[Definition, ...]
     uploads: tuple[Blob | SharedBlob, ...]
     fetches: tuple[Fetch, ...]
     freed_meshes: tuple[int, ...]  # meshes whose tensors died
+
+    @property
+    def signatures(self) -> set[int]:
+        """Signatures that are called."""
+        return {call[0] for call in self.calls}
 
 
 class Outlet(Protocol):
@@ -97,7 +104,8 @@ class Recorder:
         self._next_signature = 1
         self._budget = FIRST_BATCH
         self._granted = 0
-        self._armed = False
+        self._ticking = False  # the running loop will flush at its next tick
+        self._timed = False  # the timer will look at the buffer
         self._last_length = 0
         self._meshes: list[MeshInfo] = []
         self._definitions: list[Definition] = []
@@ -137,12 +145,13 @@ class Recorder:
         """Called by slow paths after ``put``: bounds a buffer of calls that take no slots, and runs op by op if asked."""
         if self._sync is not None:
             self._sync()
-        elif not self._armed or len(self._buffer) >= 3 * LARGEST_BATCH:
+            return
+        if len(self._buffer) >= 3 * LARGEST_BATCH:
             with self._lock:
                 if len(self._buffer) >= 3 * LARGEST_BATCH:
                     self._flush()
-                self.arm()
             self._outlet.wait_for_room()
+        self.arm()
 
     @property
     def is_sync(self) -> bool:
@@ -150,22 +159,23 @@ class Recorder:
 
     def arm(self) -> None:
         """See to it that what is in the buffer leaves soon: at the next tick of the running loop, or by timer."""
-        if self._armed or self._closed is not None:
+        if self._closed is not None:
             return
-        self._armed = True
         loop = asyncio._get_running_loop()
-        if loop is not None:
+        if loop is None:
+            self.wake()
+        elif not self._ticking:
+            self._ticking = True
             loop.call_soon(self.flush)
-        else:
-            self._last_length = -1
-            self._outlet.request_flush(0.001)
 
     def wake(self) -> None:
-        """The first tensor died since the last flush. May run inside any allocation, so it takes no lock."""
-        if not self._armed and self._closed is None:
-            self._armed = True
-            self._last_length = -1
-            self._outlet.request_flush(0.001)
+        """Start the timer; also called when the first tensor dies after a flush, inside any allocation, so without a lock.
+
+        The timer runs on until it fires, whatever is sent meanwhile: at most one is asked for in a millisecond.
+        """
+        if not self._timed and self._closed is None:
+            self._timed = True
+            self._outlet.request_flush(TIMER_S)
 
     def tick(self) -> None:
         """Timer: send what is there, unless the client is in the middle of recording (then look again shortly).
@@ -173,10 +183,12 @@ class Recorder:
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
         plan would be found again; a batch that ends where the client paused or where it is full does not.
         """
-        length = len(self._buffer)
-        if length != self._last_length and length:
+        self._timed = False
+        length = len(self._buffer) + self._seq
+        if length != self._last_length:
             self._last_length = length
-            self._outlet.request_flush(0.001)
+            if self._buffer or any(self._dead.values()):
+                self.wake()
             return
         self.flush()
 
@@ -259,14 +271,14 @@ class Recorder:
         calls = chunk[::3]
         spare = self._lent[:]
         self._lent.clear()
-        self._armed = False
+        self._ticking = False
         self._granted = 0
         if calls or frees or self._fetches or self._definitions:
             self._seq += 1
             batch = Outgoing(
                 seq=self._seq,
                 body=_encode((calls, frees)),
-                signatures=frozenset([call[0] for call in calls]),
+                calls=calls,
                 meshes=tuple(self._meshes),
                 definitions=tuple(self._definitions),
                 uploads=tuple(self._uploads),
@@ -326,7 +338,6 @@ class Recorder:
         """In a forked child: nothing of this can be used, not even its locks."""
         self._lock = threading.RLock()
         self._closed = reason
-        self._armed = True
         self._lent.clear()
 
     @property
