@@ -38,7 +38,7 @@ class Tensor(TensorFuture):
         PlacementError: wrong number of placements, or a Shard dim out of range.
     """
 
-    __slots__ = ("__weakref__", "_fetching", "_slot", "_spec", "grad")
+    __slots__ = ("__weakref__", "_fetching", "_grad", "_slot", "_spec")
 
     _spec: Spec
     _slot: int
@@ -142,6 +142,14 @@ class Tensor(TensorFuture):
     @property
     def grad_fn(self) -> None:
         return None
+
+    @property
+    def grad(self) -> Tensor | None:
+        return getattr(self, "_grad", None)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._grad = value
 
     @property
     def requires_grad(self) -> bool:
