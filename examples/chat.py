@@ -150,7 +150,8 @@ async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType
 
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     with mesh, torch.no_grad():
-        model = llama.Llama(config)
+        with dtorch.nn.skip_init():
+            model = llama.Llama(config)
         model.load_state_dict(state_dict)
         by_prompt = [dtorch.Shard(0), dtorch.Replicate()]
         steps = generate(

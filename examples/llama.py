@@ -2,7 +2,7 @@
 
 Shapes are always the global ones and nothing here asks how many devices there are. What is parallel is said by the
 layers' names: a column-parallel linear splits its output features over the mesh axis "tp", a row-parallel one takes
-features split like that and adds the devices' parts up. The batch may be split over any other axis by the inputs'
+features split like that and adds the devices' parts up; `block` says where a split may fall. The batch may be split over any other axis by the inputs'
 placements. Parameter names are those of transformers' Llama, so `load_state_dict` takes its state dict as it is.
 
 Shape suffixes: B batch, T tokens of this call, L slots of the cache, N query heads, K key/value heads, H head size,
@@ -140,10 +140,14 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.q_proj = nn.ColumnParallelLinear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.ColumnParallelLinear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.ColumnParallelLinear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.RowParallelLinearWithReplicateOutput(q_size, config.hidden_size, bias=config.attention_bias)
+        # Split between key/value heads only, and each with the query heads that use it.
+        hidden, bias = config.hidden_size, config.attention_bias
+        kv_block = config.head_size
+        q_block = config.head_size * (config.num_heads // config.num_kv_heads)
+        self.q_proj = nn.ColumnParallelLinear(hidden, q_size, bias=bias, block=q_block)
+        self.k_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=kv_block)
+        self.v_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=kv_block)
+        self.o_proj = nn.RowParallelLinearWithReplicateOutput(q_size, hidden, bias=bias, block=q_block)
 
     def forward(
         self,

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+
+def linear(in_features: int, out_features: int, bias: bool = True, block: int = 1) -> torch.nn.Linear:
+    """A parallel linear on one device: `block` is about splitting."""
+    return torch.nn.Linear(in_features, out_features, bias)
+
+
 nn = SimpleNamespace(
     **vars(torch.nn),
-    ColumnParallelLinear=torch.nn.Linear,
-    ColumnParallelLinearWithReplicateOutput=torch.nn.Linear,
-    RowParallelLinear=torch.nn.Linear,
-    RowParallelLinearWithReplicateOutput=torch.nn.Linear,
-    ReplicateParallelLinear=torch.nn.Linear,
+    ColumnParallelLinear=linear,
+    ColumnParallelLinearWithReplicateOutput=linear,
+    RowParallelLinear=linear,
+    RowParallelLinearWithReplicateOutput=linear,
+    ReplicateParallelLinear=linear,
     EmbeddingWithReplicateOutput=torch.nn.Embedding,
+    skip_init=nullcontext,
 )
 
 
