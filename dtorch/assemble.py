@@ -1,4 +1,4 @@
-"""From pieces to the value: which devices to ask for a tensor, and how its pieces make the whole. Pure but for copying."""
+"""From pieces to the value: which devices to ask for a tensor, and how its pieces make the whole. Pure."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def whole(
     pieces: dict[int, torch.Tensor],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The full tensor from the pieces of ``providers``: pending axes reduced in order, left to right, then boxes laid out."""
+    """The full tensor from the pieces of ``providers``: pending axes reduced left to right, then boxes laid out."""
     positions = dict(zip(devices, coords(mesh_shape), strict=True))
     if len(pieces) == 1:
-        (device, piece), = pieces.items()
+        (piece,) = pieces.values()
         if tuple(piece.shape) == shape:
             return piece
     items = [(positions[device], piece) for device, piece in pieces.items()]

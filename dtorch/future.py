@@ -13,8 +13,8 @@ from dtorch.runtime.promise import Promise
 class TensorFuture:
     """A tensor whose value comes later.
 
-    ``dtorch.Tensor`` is one; so is the result of :meth:`dtorch.Tensor.to_torch_async`. Waiting never changes the value, and
-    giving up a wait (timeout, cancellation) drops the waiter and nothing else.
+    ``dtorch.Tensor`` is one; so is the result of :meth:`dtorch.Tensor.to_torch_async`. Waiting never changes the value,
+    and giving up a wait (timeout, cancellation) drops the waiter and nothing else.
     """
 
     __slots__ = ()

@@ -6,7 +6,9 @@ import atexit
 import itertools
 import linecache
 import logging
+import math
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,13 +24,14 @@ from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, from_code, normalize
 from dtorch.runtime.controller import Asked, Controller, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
-from dtorch.runtime.recorder import ONE, Recorder, Signature
+from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.template import dtype_of
 from dtorch.spec import Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.bulk import Lease, SegmentPool
 from dtorch.transport.errors import (
+    ConnectionLostError,
     DTorchError,
     MeshError,
     OpError,
@@ -43,6 +46,7 @@ from dtorch.transport.messages import (
     Forget,
     Layout,
     MeshInfo,
+    Piece,
     Seed,
     SharedBlob,
     Statistics,
@@ -55,6 +59,15 @@ _new = object.__new__
 INLINE_BYTES = 64 * 1024
 """Tensors up to this size travel inside messages; larger ones through shared memory."""
 
+MAX_FAILURES = 4096
+"""Failed calls remembered; the oldest are forgotten first."""
+
+_ALIGN = 64
+
+_arrived: Promise[Any] = Promise()
+_arrived.set_result(None)
+"""Stands in a tensor for its last fetch once the value has been handed over, so that the tensor does not hold it."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -64,6 +77,25 @@ class Options:
     virtual: tuple[tuple[str, str], ...] = ()
     listen: str | None = None
     sync: bool = False
+    num_threads: int = 1
+    start_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """A fetch under way.
+
+    Attributes:
+        tensor: kept, so that its slot is not freed before the workers have read it.
+        full: where the workers write the whole value, when it is large.
+        parts: else where they write each device's piece, when these are large.
+    """
+
+    promise: Promise[Any]
+    finish: Callable[[dict[int, torch.Tensor]], Any]
+    tensor: Tensor
+    full: torch.Tensor | None
+    parts: dict[int, torch.Tensor] | None
 
 
 class Session:
@@ -81,15 +113,17 @@ class Session:
         self._specs: dict[Any, Spec] = {}
         self._lock = threading.RLock()
         self._tickets = itertools.count(1)
-        self._fetches: dict[int, tuple[Promise[Any], Any, torch.Tensor | None, Tensor]] = {}
+        self._fetches: dict[int, _Fetching] = {}
         self._counts: dict[int, Promise[tuple[Statistics, ...]]] = {}
-        self._failures: dict[tuple[int, int], OpError] = {}
-        self._unseen: dict[tuple[int, int], OpError] = {}
+        self._failures: dict[tuple[int, int], tuple[OpError, tuple[int, int]]] = {}  # (worker, number): error, call
+        self._unseen: dict[tuple[int, int], OpError] = {}  # failed calls (seq, index) that nobody was told of
+        self._seen: dict[tuple[int, int], None] = {}  # those that somebody was told of; more workers may report them
         self._signatures: dict[int, tuple[str, tuple[Layout, ...]]] = {}
         self._pool = SegmentPool()
-        self._gone: DTorchError | None = None
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
-        self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, segment
+        self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
+        self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
+        self._finished_beyond: set[int] = set()
         kinds = {"cpu", *self._virtual} if options.workers == "shared" else set()
         shared = frozenset(k for k in kinds if self._virtual.get(k, k) == "cpu")
         self.thread = ControllerThread(
@@ -98,11 +132,14 @@ class Session:
             entry="dtorch.worker:main",
             worker_args={
                 "virtual": self._virtual,
-                "num_threads": torch.get_num_threads(),
+                "num_threads": options.num_threads,
                 "rewrite": os.environ.get("DTORCH_REWRITE", ""),
             },
             listen=options.listen,
+            start_timeout_s=options.start_timeout_s,
         )
+        # All workers draw alike, whatever the preloaded process has in its generator.
+        self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
 
     # ---- meshes and specs
@@ -132,8 +169,8 @@ class Session:
             if max(mesh.devices) >= have:
                 raise MeshError(
                     f"{mesh} needs CUDA device {max(mesh.devices)}, this machine has {have} CUDA "
-                    f"device{'' if have == 1 else 's'}. To develop without them: dtorch.init(virtual={{'cuda': 'cpu'}}) "
-                    "or DTORCH_VIRTUAL=cuda=cpu"
+                    f"device{'' if have == 1 else 's'}. To develop without them: "
+                    "dtorch.init(virtual={'cuda': 'cpu'}) or DTORCH_VIRTUAL=cuda=cpu"
                 )
 
     def spec(
@@ -186,6 +223,7 @@ class Session:
             table.clear_caches()
             self._upload_signatures.clear()
             self._signatures.clear()
+            self._specs.clear()
             self.thread.post(Sent(Forget(self.number, self.recorder.next_signature)))
 
     # ---- data in and out
@@ -265,9 +303,8 @@ class Session:
         def finish(pieces: dict[int, torch.Tensor]) -> torch.Tensor:
             return assemble.whole(shape, spec.codes, mesh_shape, devices, pieces, spec.dtype)
 
-        promise = self._fetch(tensor, wanted, finish, now, spec.size_bytes)
-        tensor._fetching = (self.num_mutations, promise)
-        return promise
+        direct = not any(p.is_partial() for p in spec.placements)
+        return self._fetch(tensor, wanted, finish, now, direct, True)
 
     def fetch_shards(self, tensor: Tensor) -> Promise[list[torch.Tensor]]:
         """Ask for every device's piece, in row-major mesh order."""
@@ -277,97 +314,157 @@ class Session:
         def finish(pieces: dict[int, torch.Tensor]) -> list[torch.Tensor]:
             return [pieces[d] for d in devices]
 
-        return self._fetch(tensor, devices, finish, True, 0)
+        return self._fetch(tensor, devices, finish, True, False, False)
 
     def _fetch(
         self, tensor: Tensor, devices: tuple[int, ...], finish: Callable[[dict[int, torch.Tensor]], Any], now: bool,
-        size_bytes: int,
+        direct: bool, whole: bool,
     ) -> Promise[Any]:
+        """Ask for the pieces of ``devices``; the promise gets what ``finish`` makes of them.
+
+        Args:
+            direct: the pieces make the whole by just being laid side by side.
+            whole: this is a fetch of the value, which others may share while it is under way.
+        """
         spec = tensor._spec
         promise: Promise[Any] = Promise()
         ticket = next(self._tickets)
-        into, layout, full = None, None, None
-        pending = any(p.is_partial() for p in spec.placements)
-        if size_bytes > INLINE_BYTES and not pending:
-            lease = self._pool.lease(size_bytes)
-            full = lease.tensor.view(spec.dtype).view(spec.shape)
-            into, layout = lease.blob, spec.layout
-        fetch = Fetch(ticket, tensor._slot, spec.layout.mesh, tuple(devices), into, layout)
-        self._fetches[ticket] = (promise, finish, full, tensor)
-        self.recorder.fetch(fetch, now)
+        into, layout, full, parts = None, None, None, None
+        offsets: tuple[int, ...] = ()
+        try:
+            if direct and spec.size_bytes > INLINE_BYTES:
+                lease = self._pool.lease(spec.size_bytes)
+                full = lease.tensor.view(spec.dtype).view(spec.shape)
+                into, layout = lease.blob, spec.layout
+            elif spec.size_bytes > INLINE_BYTES:
+                shapes = self._piece_shapes(spec, devices)
+                sizes = [math.prod(shape) * spec.dtype.itemsize for shape in shapes]
+                steps = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+                offsets = tuple(itertools.accumulate(steps, initial=0))[:-1]
+                lease = self._pool.lease(sum(steps))
+                into = lease.blob
+                parts = {
+                    device: lease.tensor[at : at + size].view(spec.dtype).view(shape)
+                    for device, shape, at, size in zip(devices, shapes, offsets, sizes, strict=True)
+                }
+        except (OSError, OverflowError, MemoryError) as error:
+            # Nobody could make the value either, most likely: ask for no pieces, only for what became of it.
+            devices, finish = (), _no_room(spec, error)
+        fetch = Fetch(ticket, tensor._slot, spec.layout.mesh, tuple(devices), into, layout, offsets)
+        self._fetches[ticket] = _Fetching(promise, finish, tensor, full, parts)
+        if whole:
+            tensor._fetching = (self.num_mutations, promise)
+        try:
+            self.recorder.fetch(fetch, now)
+        except DTorchError:
+            self._fetches.pop(ticket, None)
+            raise
         return promise
+
+    @staticmethod
+    def _piece_shapes(spec: Spec, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        shapes = assemble.shard_shapes(tuple(spec.shape), spec.codes, tuple(spec.mesh.shape))
+        of = dict(zip(spec.mesh.devices, shapes, strict=True))
+        return [of[device] for device in devices]
 
     # ---- the controller's thread
 
     def finished(self, seq: int) -> None:
         self.recorder.finished(seq)
+        beyond = self._finished_beyond
+        beyond.add(seq)
+        while self._finished_through + 1 in beyond:
+            self._finished_through += 1
+            beyond.discard(self._finished_through)
         if self._uploading:
             with self._lock:
-                self._uploading = [(at, lease) for at, lease in self._uploading if at > seq]
+                self._uploading = [(at, lease) for at, lease in self._uploading if at > self._finished_through]
 
     def settled(self, settled: Settled) -> None:
-        promise, finish, full, _ = self._fetches.pop(settled.ticket)
+        fetching = self._fetches.pop(settled.ticket, None)
+        if fetching is None:  # the session is over
+            return
+        promise, tensor = fetching.promise, fetching.tensor
+        under_way = getattr(tensor, "_fetching", None)
+        if under_way is not None and under_way[1] is promise:
+            tensor._fetching = (under_way[0], _arrived)
         if settled.error is not None:
-            promise.set_exception(self._error_of(settled.error))
+            error, call = self._error_of(settled.error)
+            promise.set_exception(error, lambda: self._see(call))
             return
         try:
-            if full is not None:
-                promise.set_result(full)
-                return
-            pieces: dict[int, torch.Tensor] = {}
-            for value in settled.values:
-                for piece in value.pieces:
-                    dtype = dtype_of(piece.dtype)
-                    data = bytearray(piece.data or b"")
-                    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-                    pieces[piece.device] = flat.reshape(piece.shape)
-            promise.set_result(finish(pieces))
+            if fetching.full is not None:
+                promise.set_result(fetching.full)
+            elif fetching.parts is not None:
+                promise.set_result(fetching.finish(fetching.parts))
+            else:
+                pieces = {piece.device: _tensor_of(piece) for value in settled.values for piece in value.pieces}
+                promise.set_result(fetching.finish(pieces))
         except Exception as error:
             promise.set_exception(error)
 
     def counted(self, counted: Counted) -> None:
-        self._counts.pop(counted.ticket).set_result(counted.statistics)
+        promise = self._counts.pop(counted.ticket, None)
+        if promise is not None:
+            promise.set_result(counted.statistics)
 
     def failed(self, failed: Failed) -> None:
         failure = failed.failure
-        at = self.recorder.source(failure.seq, failure.index)
-        signature = self.recorder.signature_of(failure.seq, failure.index)
+        call = (failure.seq, failure.index)
+        at = self.recorder.source(*call)
+        signature = self.recorder.signature_of(*call)
         name, inputs = self._signatures.get(signature, ("dtorch", ())) if signature is not None else ("dtorch", ())
         location = f"{at[0]}:{at[1]}" if at is not None else ""
         line = linecache.getline(at[0], at[1]).strip() if at is not None else ""
         described = [self._describe(layout) for layout in inputs]
-        text, kind = failure.text, failure.kind
-        if kind == "RuntimeError" and "not enough memory" in text:
-            kind = "OutOfMemoryError"
-        facts = (
-            name, text, kind, location, line, described, f"worker {failed.worker}", failure.device, failure.trace,
-        )
-        error = op_error(facts, {"OutOfMemoryError": torch.OutOfMemoryError})
+        error = op_error(
+            (
+                name, failure.text, failure.kind, location, line, described, f"worker {failed.worker}", failure.device,
+                failure.trace,
+            )
+        )  # fmt: skip
         with self._lock:
-            if len(self._failures) > 4096:
+            if len(self._failures) >= MAX_FAILURES:
                 del self._failures[next(iter(self._failures))]
-            self._failures[failed.worker, failure.error] = error
-            self._unseen[failed.worker, failure.error] = error
+            self._failures[failed.worker, failure.error] = (error, call)
+            if call not in self._seen and len(self._unseen) < MAX_FAILURES:
+                self._unseen.setdefault(call, error)
 
     def _describe(self, layout: Layout) -> str:
         placed = ", ".join(str(from_code(c)) for c in layout.codes)
         return f"{layout.dtype}{list(layout.shape)} on [{placed}]"
 
-    def _error_of(self, which: tuple[int, int]) -> BaseException:
+    def _error_of(self, which: tuple[int, int]) -> tuple[OpError, tuple[int, int]]:
+        """A new exception for failure (worker, number), and the call that failed."""
         with self._lock:
             if which[1] < 0 and self._failures:
                 which = next(reversed(self._failures))
-            self._unseen.pop(which, None)
-            error = self._failures.get(which)
+            error, call = self._failures.get(which, (None, (0, -1)))
         if error is None:
-            return OpError("dtorch", "the value depends on an op that failed")
-        made = op_error(error.args, {"OutOfMemoryError": torch.OutOfMemoryError})
-        if error.trace and hasattr(made, "add_note"):
-            made.add_note(f"Traceback on {error.worker}:\n{error.trace.rstrip()}")
-        return made
+            return OpError("dtorch", "the value depends on an op that failed"), call
+        return _with_notes(op_error(error.args)), call
+
+    def _see(self, call: tuple[int, int]) -> None:
+        """Somebody is told of this failed call, so it need not be reported any more."""
+        with self._lock:
+            self._unseen.pop(call, None)
+            while len(self._seen) >= MAX_FAILURES:
+                del self._seen[next(iter(self._seen))]
+            self._seen[call] = None
+
+    def _take_unseen(self) -> list[OpError]:
+        """Errors of calls that nobody was told of; from now on they count as told."""
+        with self._lock:
+            calls, errors = list(self._unseen), list(self._unseen.values())
+            for call in calls:
+                self._see(call)
+            return errors
 
     def lost(self, worker: int, reason: str) -> None:
         self._end(WorkerLostError(f"worker {worker}", reason))
+
+    def broken(self, error: BaseException) -> None:
+        self._end(ConnectionLostError(f"the controller failed: {type(error).__name__}: {error}"))
 
     def tick(self) -> None:
         self.recorder.tick()
@@ -381,13 +478,13 @@ class Session:
         answer = self._ask(reset_peak=False)
 
         def finish() -> None:
-            error = answer.exception(0)
-            with self._lock:
-                unseen = next(iter(self._unseen), None)
-            if error is None and unseen is not None:
-                error = self._error_of(unseen)
-                with self._lock:
-                    self._unseen.clear()
+            error = answer.peek()
+            if error is None:
+                unseen = self._take_unseen()
+                if unseen:
+                    error = _with_notes(op_error(unseen[0].args))
+                    if len(unseen) > 1:
+                        _note(error, f"{len(unseen) - 1} more calls have failed since the last synchronize()")
             if error is not None:
                 done.set_exception(error)
             else:
@@ -406,7 +503,13 @@ class Session:
         promise: Promise[tuple[Statistics, ...]] = Promise()
         ticket = next(self._tickets)
         self._counts[ticket] = promise
-        self.thread.post(Asked(ticket, reset_peak))
+        try:
+            self.thread.post(Asked(ticket, reset_peak))
+        except ConnectionLostError as error:
+            promise.set_exception(error)
+        ended = self.recorder.closed
+        if ended is not None:  # just now, and it may have missed this promise
+            promise.set_exception(again(ended))
         return promise
 
     def _synchronize_op(self) -> None:
@@ -424,8 +527,10 @@ class Session:
     # ---- the end
 
     def check_open(self) -> None:
-        if self.recorder.closed is not None:
-            raise self._gone or SessionClosedError(self.recorder.closed)
+        """Raises what ended the session, if anything has."""
+        ended = self.recorder.closed
+        if ended is not None:
+            raise again(ended)
 
     @property
     def is_open(self) -> bool:
@@ -434,26 +539,62 @@ class Session:
     def close(self) -> None:
         """Finish what is queued, end the workers, free everything. Tensors of the session are dead afterwards."""
         if self.is_open and not self.thread.is_own_thread():
-            self.recorder.flush()
+            try:
+                self.recorder.flush()
+            except ConnectionLostError as error:
+                logger.debug("nothing could be sent any more: %s", error)
             self._end(SessionClosedError("the session of this tensor was shut down"))
         self.thread.close()
-        for error in list(self._unseen.values()):
-            warnings.warn(f"an op failed and nobody awaited it: {error}", RuntimeWarning, stacklevel=2)
-        self._unseen.clear()
+        self._pool.close()
+        unseen = self._take_unseen()
+        if unseen:
+            first = unseen[0]
+            more = f"\n({len(unseen) - 1} more calls have failed.)" if len(unseen) > 1 else ""
+            text = f"an op failed and nobody awaited it: {type(first).__name__}: {first}{more}"
+            path, _, line = first.location.rpartition(":")
+            warnings.warn_explicit(text, RuntimeWarning, path or "dtorch", int(line or 1))
 
     def _end(self, error: DTorchError) -> None:
         """No more work: whoever waits gets ``error``."""
         from dtorch.ops import table
 
-        self._gone = error
-        self.recorder.close(str(error))
+        self.recorder.close(error)
         table.clear_caches()
-        for promise, *_ in list(self._fetches.values()):
-            promise.set_exception(error)
-        self._fetches.clear()
-        for waiting in list(self._counts.values()):
-            waiting.set_exception(error)
-        self._counts.clear()
+        while self._fetches:
+            _, fetching = self._fetches.popitem()
+            fetching.promise.set_exception(again(error))
+        while self._counts:
+            _, waiting = self._counts.popitem()
+            waiting.set_exception(again(error))
+
+
+def _tensor_of(piece: Piece) -> torch.Tensor:
+    dtype = dtype_of(piece.dtype)
+    data = bytearray(piece.data or b"")
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(piece.shape)
+
+
+def _no_room(spec: Spec, error: Exception) -> Callable[[dict[int, torch.Tensor]], Any]:
+    text = f"no memory in this process for the value, {spec}, {spec.size_bytes} bytes: {error}"
+
+    def finish(_: dict[int, torch.Tensor]) -> Any:
+        raise torch.OutOfMemoryError(text)
+
+    return finish
+
+
+def _with_notes(error: OpError) -> OpError:
+    if error.trace:
+        _note(error, f"Traceback on {error.worker}:\n{error.trace.rstrip()}")
+    return error
+
+
+def _note(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:  # tracebacks of older Pythons show no notes, so the text itself grows
+        error.__dict__.setdefault("__notes__", []).append(text)
 
 
 # ---- the default session
@@ -474,6 +615,10 @@ def init(
     workers: str | None = None,
     virtual: dict[str, str] | None = None,
     listen: str | None = None,
+    *,
+    sync: bool | None = None,
+    num_threads: int | None = None,
+    start_timeout_s: float = 120.0,
 ) -> Session:
     """Start the runtime, or start it afresh with other options. Optional: defaults start on first use.
 
@@ -483,9 +628,14 @@ def init(
         virtual: device kinds and what stands for them, such as ``{"cuda": "cpu"}``. DTORCH_VIRTUAL=cuda=cpu sets the
             default.
         listen: "host" or "host:port" makes the control plane listen on TCP instead of a private unix socket.
+        sync: run op by op, so that an op that fails on a worker raises at its own line; slow, for debugging.
+            DTORCH_SYNC=1 sets the default.
+        num_threads: of torch in each worker process; as many as this process has by default, so that results have the
+            bits of plain torch.
+        start_timeout_s: how long a worker process may take to start before the session is given up (WorkerLostError).
 
     Raises:
-        ValueError: an unknown option.
+        ValueError: an option has a value that it cannot have.
     """
     global _session
     workers = workers or os.environ.get("DTORCH_WORKERS") or "shared"
@@ -497,8 +647,15 @@ def init(
     for kind, other in virtual.items():
         if other not in ("cpu", "cuda"):
             raise ValueError(f"virtual={{{kind!r}: {other!r}}}: only 'cpu' and 'cuda' can stand for a device kind")
-    sync = os.environ.get("DTORCH_SYNC", "") not in ("", "0")
-    options = Options(workers, tuple(sorted(virtual.items())), listen, sync)
+    if sync is None:
+        sync = os.environ.get("DTORCH_SYNC", "") not in ("", "0")
+    if num_threads is None:
+        num_threads = torch.get_num_threads()
+    if num_threads < 1 or start_timeout_s <= 0:
+        raise ValueError(
+            f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
+        )
+    options = Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s)
     with _guard:
         shutdown()
         _session = Session(options)

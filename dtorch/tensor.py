@@ -42,6 +42,7 @@ class Tensor(TensorFuture):
 
     _spec: Spec
     _slot: int
+    _fetching: tuple[int, Promise[Any]]  # mutations of the session when it was last asked for, and that fetch
 
     if TYPE_CHECKING:  # methods made from the op table
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +15,9 @@ from dtorch import creation
 from dtorch.ops import table
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
+from dtorch.transport.errors import ConnectionLostError
 from dtorch.transport.link import connect
-from dtorch.transport.messages import PROTOCOL_VERSION, FromWorker, Hello
+from dtorch.transport.messages import PROTOCOL_VERSION, Failure, FromWorker, Hello
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
@@ -62,6 +66,13 @@ async def _serve(args: dict[str, Any]) -> None:
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        while not worker.stopped and (frame := await receive()) is not None:
-            handle(decode(frame))
+        try:
+            while not worker.stopped and (frame := await receive()) is not None:
+                handle(decode(frame))
+        except Exception as error:
+            # Not a call's failure: this process is of no use any more. The controller, if it is there, passes on why.
+            with contextlib.suppress(ConnectionLostError):
+                send(Failure(0, 0, -1, -1, 0, "", type(error).__name__, str(error), traceback.format_exc()))
+            await link.close("it failed")
+            sys.exit(1)
     await link.close()

@@ -5,6 +5,9 @@ batches, never their calls, and never touches tensor data.
 
 A worker goes STARTING -> READY -> GONE. Frames for a worker that is still starting wait in ``_Worker.queue`` in program
 order; everything a worker receives is a subsequence of the one program order.
+
+A worker that starts late is told every live definition first: the batches that it gets contain calls that are not its
+own, and random ops are drawn by all workers alike.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import msgspec
 
 from dtorch.runtime.recorder import Outgoing
 from dtorch.transport.codec import encode
+from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
     AskRandomState,
     AskStatistics,
@@ -137,6 +141,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Suspect:
+    """A worker lost touch with another one. That one's end will be reported; if it is not, this worker's is assumed."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Lost:
     """A worker ended on its own: the session is over."""
 
@@ -144,7 +156,7 @@ class Lost:
     reason: str
 
 
-Instruction = Start | Send | Finished | Settled | Counted | Failed | Lost
+Instruction = Start | Send | Finished | Settled | Counted | Failed | Suspect | Lost
 
 
 class Phase(enum.Enum):
@@ -159,6 +171,7 @@ class _Worker:
     phase: Phase = Phase.STARTING
     queue: list[bytes] = field(default_factory=list)
     awaits_random_state: bool = False  # its queue waits for another worker's generator state
+    last_words: str = ""  # why it is about to end, in its own words
 
 
 @dataclass
@@ -183,6 +196,7 @@ class Controller:
         self._mesh_workers: dict[int, tuple[int, ...]] = {}
         self._signature_mesh: dict[int, tuple[int, ...]] = {}
         self._meshes: list[MeshInfo] = []
+        self._definitions: dict[int, Definition] = {}  # the live ones, for workers that start late
         self._running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
         self._fetches: dict[int, _Fetch] = {}
         self._asked: dict[int, tuple[set[int], list[Statistics]]] = {}
@@ -191,6 +205,7 @@ class Controller:
         self._seed: Seed | None = None
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
+        self._torn = False  # workers lost touch with each other: errors now are echoes of an end still to be reported
         self.num_sends = 0
         self.bytes_sent = 0
 
@@ -201,7 +216,13 @@ class Controller:
     def worker_of(self, kind: str, device: int) -> int | None:
         return self._hosts.get((kind, device))
 
+    def is_starting(self, worker: int) -> bool:
+        """Was it asked for, and has neither joined nor ended?"""
+        found = self._workers.get(worker)
+        return found is not None and found.phase is Phase.STARTING
+
     def handle(self, event: Event) -> list[Instruction]:
+        """What is to be done about an event. Raises ProtocolError when a worker sent what cannot be right."""
         match event:
             case Submitted(batch):
                 return self._submitted(batch)
@@ -210,6 +231,7 @@ class Controller:
                     self._seed, self._drawn = message, False
                 elif isinstance(message, Forget):
                     self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
+                    self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
                 return self._broadcast(encode(message), self.workers)
             case Asked(ticket, reset_peak):
                 return self._ask(ticket, reset_peak)
@@ -236,6 +258,7 @@ class Controller:
         if batch.meshes or batch.definitions:
             for definition in batch.definitions:
                 self._signature_mesh[definition.sig] = self._meshes_of(definition)
+                self._definitions[definition.sig] = definition
             out += self._broadcast(encode(Define(self.session, tuple(meshes_made), batch.definitions)), everyone)
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
@@ -293,7 +316,8 @@ class Controller:
         elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
         self._workers[number] = worker
         if self._meshes:
-            worker.queue.append(encode(Define(self.session, tuple(self._meshes), ())))
+            known = Define(self.session, tuple(self._meshes), tuple(self._definitions.values()))
+            worker.queue.append(encode(known))
         if self._drawn and elders:
             worker.awaits_random_state = True
             self._random_askers[self._next_ticket] = number
@@ -353,8 +377,10 @@ class Controller:
             case Value(_, ticket, _, _, _):
                 return self._value(worker, ticket, message)
             case Failure():
-                return [Failed(worker, message)]
+                return self._failure(worker, message)
             case Statistics(_, ticket, _, _, _):
+                if ticket not in self._asked:
+                    raise ProtocolError(f"worker {worker} answers question {ticket}, which nobody asked")
                 waiting, got = self._asked[ticket]
                 waiting.discard(worker)
                 got.append(message)
@@ -363,6 +389,8 @@ class Controller:
                 del self._asked[ticket]
                 return [Counted(ticket, tuple(got))]
             case RandomState(_, ticket, _):
+                if ticket not in self._random_askers:
+                    raise ProtocolError(f"worker {worker} answers question {ticket}, which nobody asked")
                 waiter = self._workers[self._random_askers.pop(ticket)]
                 waiter.awaits_random_state = False
                 waiter.queue.insert(0, encode(message))
@@ -370,6 +398,15 @@ class Controller:
             case Hello():
                 return []
         assert_never(message)
+
+    def _failure(self, worker: int, failure: Failure) -> list[Instruction]:
+        if failure.index < 0 and failure.error < 0:
+            self._workers[worker].last_words = failure.trace or failure.text
+            return []
+        if failure.kind == "ConnectionLostError":
+            self._torn = True
+            return [Suspect(worker, failure.text)]
+        return [] if self._torn else [Failed(worker, failure)]
 
     def _value(self, worker: int, ticket: int, value: Value) -> list[Instruction]:
         fetch = self._fetches.get(ticket)
@@ -379,6 +416,8 @@ class Controller:
         fetch.values.append(value)
         if fetch.waiting:
             return []
+        if self._torn and any(v.error is not None for v in fetch.values):
+            return []  # whoever waits will be told of the worker that is gone, not of what that did to others
         del self._fetches[ticket]
         errors = [(v.worker, v.error) for v in fetch.values if v.error is not None]
         known = [(w, e) for w, e in errors if e >= 0] or errors
@@ -390,4 +429,6 @@ class Controller:
             return []
         worker.phase = Phase.GONE
         worker.queue.clear()
+        if worker.last_words:
+            reason = f"{reason}; its last words: {worker.last_words.rstrip()}"
         return [] if self._closing else [Lost(number, reason)]

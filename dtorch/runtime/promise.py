@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class Promise(Generic[T]):
     """Lighter than ``concurrent.futures.Future``: it makes no lock until somebody blocks on it.
 
-    ``_callbacks`` is None once the promise is settled; whoever takes the list out runs it. A waiter that gives up drops
-    itself and nothing else.
+    Whoever takes the one entry out of ``_claim`` settles the promise; the list's ``pop`` decides between threads.
+    ``_callbacks`` is None once the outcome is there. A waiter that gives up drops itself and nothing else.
     """
 
-    __slots__ = ("_callbacks", "_error", "_result", "observed")
+    __slots__ = ("__weakref__", "_callbacks", "_claim", "_error", "_on_seen", "_result")
 
     def __init__(self) -> None:
+        self._claim = [True]
         self._callbacks: list[Callable[[], None]] | None = []
         self._result: T | None = None
         self._error: BaseException | None = None
-        self.observed = False  # somebody has seen the outcome
+        self._on_seen: Callable[[], None] | None = None
 
     @property
     def done(self) -> bool:
         return self._callbacks is None
 
     def set_result(self, result: T) -> None:
-        self._settle(result, None)
+        """Settle with a value. Nothing happens when the promise is settled already."""
+        self._settle(result, None, None)
 
-    def set_exception(self, error: BaseException) -> None:
-        self._settle(None, error)
+    def set_exception(self, error: BaseException, on_seen: Callable[[], None] | None = None) -> None:
+        """Settle with a failure. Nothing happens when the promise is settled already.
 
-    def _settle(self, result: T | None, error: BaseException | None) -> None:
-        callbacks = self._callbacks
-        if callbacks is None:
+        Args:
+            error: raised to every waiter; it should be this promise's own, since raising it notes a traceback in it.
+            on_seen: called when somebody is told of the failure for the first time, in that thread.
+        """
+        self._settle(None, error, on_seen)
+
+    def _settle(self, result: T | None, error: BaseException | None, on_seen: Callable[[], None] | None) -> None:
+        try:
+            self._claim.pop()
+        except IndexError:
             return
-        self._result, self._error = result, error
+        callbacks = self._callbacks
+        assert callbacks is not None
+        self._result, self._error, self._on_seen = result, error, on_seen
         self._callbacks = None
-        for callback in callbacks:
-            callback()
+        # A copy: a waiter that gives up takes its callback out of the list at any time.
+        for callback in callbacks[:]:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback of a promise failed")
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` once settled: in the settling thread, or at once when that has happened."""
@@ -51,18 +70,30 @@ class Promise(Generic[T]):
             callback()
             return
         callbacks.append(callback)
-        # The settling thread may have walked the whole list just before the append; then nobody else would run it. It may
+        # The settling thread may have copied the list just before the append; then nobody else would run it. It may
         # also have met it, so callbacks must not mind a second run.
         if self._callbacks is None:
             callback()
+
+    def _drop(self, callback: Callable[[], None]) -> None:
+        callbacks = self._callbacks
+        if callbacks is not None:
+            with contextlib.suppress(ValueError):  # taken out before
+                callbacks.remove(callback)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Block until settled. Raises the failure, or TimeoutError."""
         if self._callbacks is not None and not self.wait(timeout_s):
             raise TimeoutError(f"no value within {timeout_s} s")
-        self.observed = True
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is not None:
+            self._tell()
+            try:
+                # Without what an earlier waiter noted in it; and this frame, which the new note refers to, lets go of
+                # everything: no cycle keeps the waiter's variables alive.
+                raise error.with_traceback(None)
+            finally:
+                del self, error
         return self._result  # type: ignore[return-value]
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -73,14 +104,26 @@ class Promise(Generic[T]):
         gate.acquire()
         opened = _once(gate.release)
         self.add_callback(opened)
-        return gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        try:
+            return gate.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0))
+        finally:
+            self._drop(opened)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Block until settled and return the failure, if any."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"no value within {timeout_s} s")
-        self.observed = True
+        self._tell()
         return self._error
+
+    def peek(self) -> BaseException | None:
+        """The failure of a settled promise, without counting as somebody who has seen it."""
+        return self._error
+
+    def _tell(self) -> None:
+        on_seen, self._on_seen = self._on_seen, None
+        if on_seen is not None:
+            on_seen()
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._callbacks is not None:
@@ -92,11 +135,16 @@ class Promise(Generic[T]):
                     waiter.set_result(None)
 
             def wake() -> None:
-                if not loop.is_closed():
+                try:
                     loop.call_soon_threadsafe(settled)
+                except RuntimeError:
+                    logger.debug("a value came for a loop that is closed")
 
             self.add_callback(wake)
-            yield from waiter.__await__()
+            try:
+                yield from waiter.__await__()
+            finally:
+                self._drop(wake)
         return self.result()
 
 
@@ -104,7 +152,10 @@ def _once(action: Callable[[], None]) -> Callable[[], None]:
     left = [action]
 
     def run() -> None:
-        if left:
-            left.pop()()
+        try:
+            todo = left.pop()
+        except IndexError:  # run before, perhaps by another thread
+            return
+        todo()
 
     return run

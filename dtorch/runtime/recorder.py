@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dtorch.runtime.slots import SlotPool
-from dtorch.transport.errors import SessionClosedError
+from dtorch.transport.errors import DTorchError, SessionClosedError
 from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, SharedBlob
 
 FIRST_BATCH = 64
@@ -112,7 +112,7 @@ class Recorder:
         self._uploads: list[Blob | SharedBlob] = []
         self._fetches: list[Fetch] = []
         self._sources: dict[int, list[Any]] = {}
-        self._closed: str | None = None
+        self._closed: DTorchError | None = None
         self._sync = sync
         self.num_ops = 0
         self.num_batches = 0
@@ -124,7 +124,7 @@ class Recorder:
         """A slot for a call about to be put, when none is lent: starts a batch, or sends the full one and starts the next."""
         with self._lock:
             if self._closed is not None:
-                raise SessionClosedError(self._closed)
+                raise again(self._closed)
             full = False
             while not self._lent:
                 if self._sync is not None:
@@ -197,6 +197,8 @@ class Recorder:
     def define(self, build: Callable[[int], Definition]) -> int:
         """Give a signature number; the definition travels before the first batch that can contain it."""
         with self._lock:
+            if self._closed is not None:
+                raise again(self._closed)
             number = self._next_signature
             self._next_signature += 1
             self._definitions.append(build(number))
@@ -249,7 +251,7 @@ class Recorder:
         """Ask for a slot's pieces after everything recorded so far; ``now`` sends at once, else with the loop's next tick."""
         with self._lock:
             if self._closed is not None:
-                raise SessionClosedError(self._closed)
+                raise again(self._closed)
             self._fetches.append(fetch)
             if now:
                 self.flush()
@@ -326,10 +328,10 @@ class Recorder:
         with self._lock:
             return self._pool.size - self._pool.num_idle - len(self._lent)
 
-    def close(self, reason: str) -> None:
-        """Later calls raise SessionClosedError(reason)."""
+    def close(self, error: DTorchError) -> None:
+        """Later calls raise ``error``."""
         with self._lock:
-            self._closed = reason
+            self._closed = error
             self._lent.clear()
             self._buffer.clear()
             self._fetches.clear()
@@ -337,12 +339,18 @@ class Recorder:
     def abandon(self, reason: str) -> None:
         """In a forked child: nothing of this can be used, not even its locks."""
         self._lock = threading.RLock()
-        self._closed = reason
+        self._closed = SessionClosedError(reason)
         self._lent.clear()
 
     @property
-    def closed(self) -> str | None:
+    def closed(self) -> DTorchError | None:
+        """What ended this recorder; None while it records."""
         return self._closed
+
+
+def again(error: DTorchError) -> DTorchError:
+    """The same error as a new object: raising notes a traceback, and with it the variables of whoever was told."""
+    return type(error)(*error.args)
 
 
 def locate(code: CodeType | None, offset: int) -> tuple[str, int] | None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
@@ -26,6 +25,7 @@ from dtorch.runtime.controller import (
     Settled,
     Start,
     Submitted,
+    Suspect,
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
@@ -37,8 +37,8 @@ from dtorch.transport.store import StoreService
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 120.0
-"""How long a worker may take from its start to its handshake."""
+SUSPECT_S = 2.0
+"""How long after a worker lost touch with another one that other's end may be reported."""
 
 
 class Listener(Protocol):
@@ -49,6 +49,10 @@ class Listener(Protocol):
     def counted(self, counted: Counted) -> None: ...
     def failed(self, failed: Failed) -> None: ...
     def lost(self, worker: int, reason: str) -> None: ...
+    def broken(self, error: BaseException) -> None:
+        """The controller itself failed; nothing will come back any more."""
+        ...
+
     def tick(self) -> None: ...
 
 
@@ -61,6 +65,7 @@ class ControllerThread:
     Args:
         listen: None for a unix socket in a private folder; "host" or "host:port" for TCP.
         worker_args: further arguments of every worker's entry.
+        start_timeout_s: how long a worker may take from its start to its handshake.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class ControllerThread:
         entry: str,
         worker_args: dict[str, Any],
         listen: str | None = None,
+        start_timeout_s: float = 120.0,
     ) -> None:
         self._controller = controller
         self._listener = listener
@@ -82,16 +88,17 @@ class ControllerThread:
         self.folder: Path = private_folder()
         self._launcher = LocalLauncher(self.folder, entry)
         self._server: Server | None = None
-        self._in_flight = 0
+        self._start_timeout_s = start_timeout_s
+        self._num_submitted = 0  # changed by submit only, one thread at a time
+        self._num_finished = 0  # changed by this thread only
         self._room = threading.Condition()
         self._timer: asyncio.TimerHandle | None = None
-        self._ended = asyncio.Event
         self._stopping: asyncio.Event | None = None
         self._ready = threading.Event()
         self._fault: BaseException | None = None
-        self._gone: set[int] = set()
         self._all_gone: asyncio.Event | None = None
         self._lost = False
+        self._over = False  # nothing will finish any more
         self.loop: asyncio.AbstractEventLoop = _new_loop()
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
         self._thread.start()
@@ -102,7 +109,7 @@ class ControllerThread:
     # ---- the client's threads
 
     def submit(self, batch: Outgoing) -> None:
-        self._in_flight += 1
+        self._num_submitted += 1
         self.post(Submitted(batch))
 
     def post(self, event: Event) -> None:
@@ -119,11 +126,11 @@ class ControllerThread:
             logger.debug("no flush: the controller has ended")
 
     def wait_for_room(self) -> None:
-        if self._in_flight <= MAX_IN_FLIGHT or threading.current_thread() is self._thread:
+        if self._num_submitted - self._num_finished <= MAX_IN_FLIGHT or threading.current_thread() is self._thread:
             return
         with self._room:
-            while self._in_flight > MAX_IN_FLIGHT // 2 and not self._lost and self._thread.is_alive():
-                self._room.wait(1.0)
+            while self._num_submitted - self._num_finished > MAX_IN_FLIGHT // 2 and not self._over:
+                self._room.wait()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -156,8 +163,10 @@ class ControllerThread:
             self.loop.run_until_complete(self._serve())
         except BaseException as error:
             self._fault = error
-            logger.exception("the controller failed")
+            if self._ready.is_set():
+                self._listener.broken(error)
         finally:
+            self._end_waiting()
             self._ready.set()
             try:
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -200,8 +209,24 @@ class ControllerThread:
         if self._stopping is not None:
             self._stopping.set()
 
+    def _end_waiting(self) -> None:
+        with self._room:
+            self._over = True
+            self._room.notify_all()
+
     def _handle(self, event: Event) -> None:
-        self._perform(self._controller.handle(event))
+        """Perform what the controller decides. An error in here is ours: it ends the session, so nobody waits on."""
+        try:
+            self._perform(self._controller.handle(event))
+        except Exception as error:
+            logger.debug("the controller failed", exc_info=True)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._lost = True
+        self._listener.broken(error)
+        self._end_waiting()
+        self._begin_stop()
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -215,8 +240,8 @@ class ControllerThread:
                             logger.debug("worker %d: %s", worker, error)
                 case Finished(seq):
                     self._listener.finished(seq)
-                    self._in_flight -= 1
-                    if self._in_flight <= MAX_IN_FLIGHT // 2 + 1:
+                    self._num_finished += 1
+                    if self._num_submitted - self._num_finished <= MAX_IN_FLIGHT // 2 + 1:
                         with self._room:
                             self._room.notify_all()
                 case Settled():
@@ -227,6 +252,8 @@ class ControllerThread:
                     self._listener.failed(instruction)
                 case Start():
                     self._start(instruction)
+                case Suspect(worker, reason):
+                    self.loop.call_later(SUSPECT_S, self._exited, worker, reason)
                 case Lost(worker, reason):
                     self._lose(worker, reason)
                 case _:
@@ -247,6 +274,12 @@ class ControllerThread:
             self._launcher.spawn(start.worker, args)
         except (ConnectionLostError, RuntimeError) as error:
             self._exited(start.worker, str(error))
+        else:
+            self.loop.call_later(self._start_timeout_s, self._check_joined, start.worker)
+
+    def _check_joined(self, worker: int) -> None:
+        if self._controller.is_starting(worker):
+            self._exited(worker, f"it was started and did not connect within {self._start_timeout_s:g} s")
 
     async def _on_link(self, link: Link, hello: Hello) -> None:
         worker = hello.worker
@@ -258,11 +291,14 @@ class ControllerThread:
         receive, decode = link.receive, codec.decode_from_worker
         while (frame := await receive()) is not None:
             try:
-                message = decode(frame)
+                self._perform(self._controller.handle(Received(worker, decode(frame))))
             except ProtocolError as error:
-                self._exited(worker, f"it sent what is not a message: {error}")
-                return
-            self._perform(self._controller.handle(Received(worker, message)))
+                self._exited(worker, f"it sent what cannot be right: {error}")
+                break
+            except Exception as error:
+                logger.debug("the controller failed", exc_info=True)
+                self._fail(error)
+                break
         self._links.pop(worker, None)
         if not (self._stopping and self._stopping.is_set()):
             # The fork server reports how it ended; this only covers a worker that is alive but hung up.
@@ -274,14 +310,13 @@ class ControllerThread:
             self._all_gone.set()
 
     def _could_not_start(self, text: str) -> None:
-        logger.debug("the fork server failed: %s", text)
+        logger.debug("the fork server failed: %s", text)  # the ends of its workers, reported next, carry the text
 
     def _lose(self, worker: int, reason: str) -> None:
         self._lost = True
         self._listener.lost(worker, reason)
+        self._end_waiting()
         self._begin_stop()
-        with self._room:
-            self._room.notify_all()
 
     def _set_timer(self, delay_s: float) -> None:
         if self._timer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
@@ -79,7 +79,7 @@ class Worker:
         return executor
 
     def handle(self, message: ToWorker) -> None:
-        """Do what a message says; answers go through ``send``. Raises ProtocolError for messages that cannot be right."""
+        """Do what a message says; answers go through ``send``. Raises ProtocolError for what cannot be right."""
         match message:
             case Batch():
                 self._batch(message)
@@ -127,12 +127,23 @@ class Worker:
         if poison is not None:
             self._send(Value(executor.session, fetch.ticket, self.number, (), poison.error))
             return
+        try:
+            pieces = self._pieces(executor, fetch, held)
+        except Exception as error:
+            # Such as no memory for the copy. The tensor itself is unharmed.
+            failure = executor._fail(-1, (mesh.kind, held[0][0]), error)
+            self._send(Value(executor.session, fetch.ticket, self.number, (), failure.error))
+            return
+        self._send(Value(executor.session, fetch.ticket, self.number, tuple(pieces)))
+
+    def _pieces(self, executor: Executor, fetch: Fetch, held: list[tuple[int, torch.Tensor]]) -> list[Piece]:
+        mesh = executor.meshes[fetch.mesh]
         into = None if fetch.into is None else open_blob(fetch.into)
         pieces = []
         for device, value in held:
             if device not in fetch.devices:
                 continue
-            tensor: torch.Tensor = value.detach()
+            tensor = value.detach()
             data = None
             if into is None:
                 data = _bytes(tensor)
@@ -148,7 +159,7 @@ class Worker:
                 if size:
                     into[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             pieces.append(Piece(device, tuple(tensor.shape), dtype_name(tensor.dtype), data))
-        self._send(Value(executor.session, fetch.ticket, self.number, tuple(pieces)))
+        return pieces
 
 
 def _bytes_of(blob: Blob | SharedBlob) -> torch.Tensor:

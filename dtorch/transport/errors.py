@@ -18,7 +18,10 @@ Facts are attributes; the text is made in ``__str__``.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import torch
 
 
 class DTorchError(Exception):
@@ -43,9 +46,12 @@ class PlacementError(DTorchError, ValueError):
         self.op, self.actual, self.legal, self.fix, self.detail = op, actual, legal, fix, detail
 
     def __str__(self) -> str:
-        lines = [f"{self.op} has no rule for inputs placed as {', '.join(self.actual) or '(no tensors)'}."]
-        if self.detail:
-            lines.append(self.detail)
+        placed = ", ".join(self.actual)
+        if self.legal or not self.detail:
+            lines = [f"{self.op} has no rule for inputs placed as {placed or '(no tensors)'}."]
+            lines += [self.detail] if self.detail else []
+        else:  # not a matter of rules: the placements themselves are wrong
+            lines = [self.detail, f"Given to {self.op}: {placed or 'nothing'}."]
         if self.legal:
             shown = self.legal[:8]
             lines.append("Legal on one mesh axis: " + "; ".join(shown) + (" ..." if len(self.legal) > 8 else ""))
@@ -103,21 +109,24 @@ class OpError(DTorchError, RuntimeError):
         where = " ".join(part for part in (self.worker, self.device) if part)
         lines.append(f"  in {self.op}" + (f" on {where}" if where else ""))
         lines.extend(f"  input {i}: {text}" for i, text in enumerate(self.inputs))
+        if sys.version_info < (3, 11):  # where a traceback does not show notes
+            lines.extend(getattr(self, "__notes__", ()))
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return op_error, (self.args,)
 
 
-def op_error(facts: tuple[Any, ...], bases: dict[str, type[BaseException]] | None = None) -> OpError:
+def op_error(facts: tuple[Any, ...]) -> OpError:
     """Build an :class:`OpError` that is also the builtin or torch exception named by its ``kind``.
 
     Args:
         facts: the positional arguments of :class:`OpError`.
-        bases: further exception types by name, beside Python's own.
     """
     kind = str(facts[2])
-    base = (bases or {}).get(kind) or _BUILTIN.get(kind)
+    if kind == "RuntimeError" and any(words in str(facts[1]) for words in _OUT_OF_MEMORY):
+        kind = "OutOfMemoryError"
+    base = _BASES.get(kind)
     if base is None or issubclass(OpError, base):
         return OpError(*facts)
     cls = _MIXED.get(kind)
@@ -127,10 +136,15 @@ def op_error(facts: tuple[Any, ...], bases: dict[str, type[BaseException]] | Non
     return made
 
 
-_BUILTIN: dict[str, type[BaseException]] = {
+_BASES: dict[str, type[BaseException]] = {
     t.__name__: t
-    for t in (IndexError, ValueError, TypeError, ZeroDivisionError, MemoryError, NotImplementedError, KeyError)
-}
+    for t in (
+        IndexError, ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError, NotImplementedError, KeyError,
+        torch.OutOfMemoryError, torch.linalg.LinAlgError,  # type: ignore[attr-defined]  # its stubs do not list it
+    )
+}  # fmt: skip
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""What torch's allocator for the CPU says; it raises a plain RuntimeError."""
 _MIXED: dict[str, type[OpError]] = {}
 
 
