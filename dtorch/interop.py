@@ -1,8 +1,8 @@
 """Torch's own factories inside ``with mesh:``: ``torch.zeros(3)`` gives a dtorch tensor on that mesh.
 
-A torch function mode stands on the thread's mode stack for as long as a ``with mesh:`` block is open on that thread. It asks
-which mesh is in force in the running task, so tasks that interleave on one thread do not see each other's mesh; where none is
-in force it passes everything on.
+A torch function mode stands on the thread's mode stack for as long as a ``with mesh:`` block is open on that thread.
+It asks which mesh is in force in the running task, so tasks that interleave on one thread do not see each other's
+mesh; where none is in force it passes everything on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch import overrides
+from torch.overrides import TorchFunctionMode
 
 from dtorch import creation
 from dtorch.mesh import DeviceMesh, current_mesh, on_enter, on_exit
@@ -38,7 +39,7 @@ _FACTORIES: dict[Any, Callable[..., Any]] = {
 
 
 def _stays_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether the call asks for something that a mesh does not have: the meta device, or a plain tensor to write into."""
+    """Whether the call asks for what a mesh does not have: the meta device, or a plain tensor to write into."""
     device = kwargs.get("device")
     if device is not None and not isinstance(device, DeviceMesh) and torch.device(device).type == "meta":
         return True
@@ -62,6 +63,11 @@ class MeshMode(TorchFunctionMode):
         return func(*args, **kwargs) if _stays_plain(kwargs) else make(*args, **kwargs)
 
 
+_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_push: Callable[[TorchFunctionMode], None] = overrides._push_mode
+_pop: Callable[[], TorchFunctionMode] = overrides._pop_mode
+
+
 class _Depth(threading.local):
     """Open ``with mesh:`` blocks of a thread, and the mode that stands for them."""
 
@@ -75,12 +81,13 @@ _depth = _Depth()
 
 def _enter(mesh: DeviceMesh) -> None:
     if _depth.num_blocks == 0:
-        _push_mode(_depth.mode)
+        _push(_depth.mode)
     _depth.num_blocks += 1
 
 
 def _exit() -> None:
-    # A block may end on another thread than it began on (a generator that is closed late): there is nothing to take away.
+    # A block may end on another thread than it began on (a generator that is closed late): there is nothing to take
+    # away.
     if _depth.num_blocks == 0:
         return
     _depth.num_blocks -= 1
@@ -90,14 +97,13 @@ def _exit() -> None:
 
 def _remove(mode: TorchFunctionMode) -> None:
     """Take ``mode`` off the stack; modes that other tasks have pushed above it stay."""
-    stack = _get_current_function_mode_stack()
-    if not any(entry is mode for entry in stack):
+    if not any(entry is mode for entry in _modes()):
         return
     above = []
-    while (top := _pop_mode()) is not mode:
+    while (top := _pop()) is not mode:
         above.append(top)
     for entry in reversed(above):
-        _push_mode(entry)
+        _push(entry)
 
 
 on_enter.append(_enter)

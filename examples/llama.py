@@ -2,8 +2,9 @@
 
 Shapes are always the global ones and nothing here asks how many devices there are. What is parallel is said by the
 layers' names: a column-parallel linear splits its output features over the mesh axis "tp", a row-parallel one takes
-features split like that and adds the devices' parts up; `block` says where a split may fall. The batch may be split over any other axis by the inputs'
-placements. Parameter names are those of transformers' Llama, so `load_state_dict` takes its state dict as it is.
+features split like that and adds the devices' parts up; `block` says where a split may fall. The batch may be split
+over any other axis by the inputs' placements. Parameter names are those of transformers' Llama, so `load_state_dict`
+takes its state dict as it is.
 
 Shape suffixes: B batch, T tokens of this call, L slots of the cache, N query heads, K key/value heads, H head size,
 D hidden size.

@@ -1,7 +1,7 @@
 """``torch.nn`` for dtorch tensors.
 
-Every layer of torch is here under its name, made of torch's own class (``module.py``); ``parallel.py`` adds layers that split
-their weights over a mesh, ``functional.py`` and ``init.py`` are torch's namesakes.
+Every layer of torch is here under its name, made of torch's own class (``module.py``); ``parallel.py`` adds layers
+that split their weights over a mesh, ``functional.py`` and ``init.py`` are torch's namesakes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dtorch.nn import init as init
 from dtorch.nn import layers as _layers  # noqa: F401  (registers the quick forwards)
 from dtorch.nn.module import Module as Module
 from dtorch.nn.module import Parameter as Parameter
+from dtorch.nn.module import functional_call as functional_call
 from dtorch.nn.module import layer as _layer
 from dtorch.nn.module import skip_init as skip_init
 from dtorch.nn.parallel import (

@@ -1,8 +1,8 @@
 """Torch's functions that are written in Python, run on dtorch tensors.
 
-Such a function begins with a guard that hands the whole call to ``__torch_function__``. Where the op table has no row for the
-function, its own body will do: the torch calls in there reach rows of the table. ``expand`` makes a twin of the function
-whose guard never strikes.
+Such a function begins with a guard that hands the whole call to ``__torch_function__``. Where the op table has no row
+for the function, its own body will do: the torch calls in there reach rows of the table. ``expand`` makes a twin of
+the function whose guard never strikes.
 """
 
 from __future__ import annotations

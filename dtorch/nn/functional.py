@@ -1,4 +1,4 @@
-"""``torch.nn.functional`` for dtorch tensors: rows of the op table; else torch's function, made of ops that have rows."""
+"""``torch.nn.functional`` for dtorch tensors: rows of the op table, or torch's functions made of such."""
 
 from __future__ import annotations
 

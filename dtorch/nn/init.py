@@ -1,6 +1,7 @@
 """``torch.nn.init`` for dtorch tensors: the same functions, the same numbers from the same seed.
 
-Most of them are made of tensor methods and work as they are. Those that ask for ``__torch_function__`` get their form here.
+Most of them are made of tensor methods and work as they are. Those that ask for ``__torch_function__`` get their form
+here.
 """
 
 from __future__ import annotations
@@ -20,27 +21,23 @@ def _no_generator(generator: Any) -> None:
         raise ValueError("generator= is not supported; dtorch.manual_seed seeds the session's generator")
 
 
-@composite(_torch.uniform_)
 def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Tensor:
     """Fill with draws from the uniform distribution on [a, b)."""
     _no_generator(generator)
     return tensor.uniform_(a, b)  # type: ignore[no-any-return]
 
 
-@composite(_torch.normal_)
 def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Tensor:
     """Fill with draws from the normal distribution."""
     _no_generator(generator)
     return tensor.normal_(mean, std)  # type: ignore[no-any-return]
 
 
-@composite(_torch.constant_)
 def constant_(tensor: Tensor, val: float) -> Tensor:
     """Fill with ``val``."""
     return tensor.fill_(val)  # type: ignore[no-any-return]
 
 
-@composite(_torch.kaiming_uniform_)
 def kaiming_uniform_(
     tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
 ) -> Tensor:
@@ -53,6 +50,10 @@ def kaiming_uniform_(
     std = _torch.calculate_gain(nonlinearity, a) / math.sqrt(fan)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * std
     return tensor.uniform_(-bound, bound)  # type: ignore[no-any-return]
+
+
+for _ours in (uniform_, normal_, constant_, kaiming_uniform_):
+    composite(getattr(_torch, _ours.__name__))(_ours)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Forwards of torch's layers that go straight to the op table.
 
-They do what torch's forward does, without looking every parameter up as an attribute and without torch's dispatch: for layers
-that are called often and do little in the client.
+They do what torch's forward does, without looking every parameter up as an attribute and without torch's dispatch:
+for layers that are called often and do little in the client.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,51 +73,69 @@ def layer_mesh(device_mesh: DeviceMesh | None, device: Any, name: str) -> Device
     return target_mesh(device_mesh, device, name)
 
 
+def _is_hooked(members: dict[str, Any]) -> Any:
+    """Whether torch's way of calling a module is needed, from the module's ``__dict__``."""
+    return (
+        members["_forward_hooks"]
+        or members["_forward_pre_hooks"]
+        or members["_backward_hooks"]
+        or members["_backward_pre_hooks"]
+        or _forward_hooks
+        or _forward_pre_hooks
+        or _backward_hooks
+        or _backward_pre_hooks
+        or "_compiled_call_impl" in members
+    )
+
+
 class Module(torch.nn.Module):
     """``torch.nn.Module`` for dtorch tensors.
 
-    ``redistribute_input(*args)`` and ``redistribute_output(out)`` run right before and after ``forward``: methods that a
-    subclass defines, or callables that are set on one module. The first gets forward's positional arguments and returns what
-    replaces them (a tuple, or the one value); the second returns what replaces the result. Torch's hooks run inside of the
-    two: a forward hook sees the same values as the caller, under the placements that forward gave them.
+    ``redistribute_input(*args)`` and ``redistribute_output(out)`` run right before and after ``forward``: methods
+    that a subclass defines, or callables that are set on one module. The first gets forward's positional arguments
+    and returns what replaces them (a tuple, or the one value); the second returns what replaces the result. Torch's
+    hooks run inside of the two: a forward hook sees the same values as the caller, under the placements that forward
+    gave them.
     """
 
     redistribute_input: Callable[..., Any] | None = None
     redistribute_output: Callable[..., Any] | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        places = cls.redistribute_input is not None or cls.redistribute_output is not None
+        if places and cls.__call__ is Module.__call__:
+            cls.__call__ = Module._call_placed  # type: ignore[method-assign]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Of torch's way around a forward only what is in use: that costs several times as much as all of this.
-        if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or _forward_hooks
-            or _forward_pre_hooks
-            or _backward_hooks
-            or _backward_pre_hooks
-            or self._compiled_call_impl is not None
-        ):
-            call = super().__call__
-        else:
-            call = self.forward
+        # What torch does around a forward costs several times as much as all of this, so it runs where it is wanted.
+        # Members are read from __dict__, since every attribute of a class with __getattr__ is slow.
+        members = self.__dict__
+        if _is_hooked(members) or "redistribute_output" in members or "redistribute_input" in members:
+            return self._call_placed(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _call_placed(self, *args: Any, **kwargs: Any) -> Any:
         if self.redistribute_input is not None:
-            args = self._placed_input(args)
+            placed = self.redistribute_input(*args)
+            args = placed if isinstance(placed, tuple) else (placed,)
+        call = super().__call__ if _is_hooked(self.__dict__) else self.forward
         out = call(*args, **kwargs)
         return out if self.redistribute_output is None else self.redistribute_output(out)
-
-    def _placed_input(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert self.redistribute_input is not None
-        placed = self.redistribute_input(*args)
-        return placed if isinstance(placed, tuple) else (placed,)
 
     # ---- members
 
     def __getattr__(self, name: str) -> Any:
         members = self.__dict__
-        for kind in ("_parameters", "_modules", "_buffers"):
-            found = members.get(kind)
-            if found is not None and name in found:
+        if "_modules" in members:
+            found = members["_modules"]
+            if name in found:
+                return found[name]
+            found = members["_parameters"]
+            if name in found:
+                return found[name]
+            found = members["_buffers"]
+            if name in found:
                 return found[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -173,14 +190,14 @@ class Module(torch.nn.Module):
         return super().to(*args, **kwargs) if args or kwargs or mesh is None else self
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        own = {name: p for name, p in self._parameters.items() if isinstance(p, Tensor)}
-        others = {name: p for name, p in self._parameters.items() if name not in own}
-        every = list(self._parameters)
+        params: dict[str, Any] = self._parameters
+        own = {name: p for name, p in params.items() if isinstance(p, Tensor)}
+        others = {name: p for name, p in params.items() if name not in own}
         self.__dict__["_parameters"] = others
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types here
         finally:
-            self.__dict__["_parameters"] = {name: own.get(name, others.get(name)) for name in every}
+            self.__dict__["_parameters"] = {name: own.get(name, others.get(name)) for name in params}
             refresh = self.__dict__.get("_flat_weights") and getattr(self, "_init_flat_weights", None)
             if refresh:  # recurrent layers keep a list of their parameters, made while these were away
                 refresh()
@@ -244,16 +261,51 @@ def _become(param: Tensor, value: Any) -> None:
     session.num_mutations += 1  # fetches of the old value answer for it no more
 
 
+def functional_call(module: torch.nn.Module, members: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """``torch.func.functional_call``: call ``module`` with other parameters and buffers, which it has for this call
+    only.
+
+    Args:
+        members: full name -> tensor; or several such dicts.
+        args: one argument, or a tuple of them.
+
+    Raises:
+        AttributeError: the module has no parameter or buffer of a name.
+    """
+    every = {k: v for part in members for k, v in part.items()} if isinstance(members, (tuple, list)) else members
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for name, value in every.items():
+            path, _, last = name.rpartition(".")
+            owner = module.get_submodule(path)
+            home: Any = owner._parameters if last in owner._parameters else owner._buffers
+            if last not in home:
+                raise AttributeError(f"{type(owner).__name__} has no parameter or buffer {last!r}")
+            replaced.append((home, last, home[last]))
+            home[last] = value
+        return module(*(args if isinstance(args, tuple) else (args,)), **(kwargs or {}))
+    finally:
+        for home, last, value in reversed(replaced):
+            home[last] = value
+
+
 # ---- torch's layers
 
 
-@lru_cache(maxsize=None)
+_layers: dict[type[torch.nn.Module], type[Module]] = {torch.nn.Module: Module}
+
+
 def layer(torch_class: type[torch.nn.Module]) -> type[Module]:
     """Torch's layer with this Module's ways: ``dtorch.nn.Linear`` is ``layer(torch.nn.Linear)``."""
     if issubclass(torch_class, Module):
         return torch_class
-    if torch_class is torch.nn.Module:
-        return Module
+    made = _layers.get(torch_class)
+    if made is None:
+        made = _layers[torch_class] = _mixed(torch_class)
+    return made
+
+
+def _mixed(torch_class: type[torch.nn.Module]) -> type[Module]:
 
     def __init__(self: Any, *args: Any, device_mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
         with layer_mesh(device_mesh, kwargs.get("device"), torch_class.__name__):
@@ -293,8 +345,8 @@ def _unless_skipped(reset: Callable[..., Any]) -> Callable[..., Any]:
 def adopt(module: torch.nn.Module) -> None:
     """Give a torch module that was made inside ``with mesh:`` this Module's ways.
 
-    Torch's own layers make others inside (an attention's output projection); under a mesh those hold dtorch tensors, which
-    torch's Module did not count as parameters.
+    Torch's own layers make others inside (an attention's output projection); under a mesh those hold dtorch tensors,
+    which torch's Module did not count as parameters.
     """
     if isinstance(module, Module):
         return

@@ -1,8 +1,8 @@
 """Linear and embedding layers that split their weights over the mesh axis named "tp".
 
-A column-parallel linear splits its output features, a row-parallel one its input features; what the latter gives are summands
-on "tp" (Partial). Other mesh axes hold whole copies of the weights, and a mesh without an axis "tp" holds copies throughout.
-State dicts have the full shapes of ``torch.nn.Linear`` and ``torch.nn.Embedding``.
+A column-parallel linear splits its output features, a row-parallel one its input features; what the latter gives are
+summands on "tp" (Partial). Other mesh axes hold whole copies of the weights, and a mesh without an axis "tp" holds
+copies throughout. State dicts have the full shapes of ``torch.nn.Linear`` and ``torch.nn.Embedding``.
 """
 
 from __future__ import annotations
@@ -153,34 +153,34 @@ class ColumnParallelLinearWithReplicateOutput(ColumnParallelLinear):
     """Column-parallel, and the result is gathered: every device of "tp" holds all of it."""
 
     def redistribute_output(self, out: Tensor) -> Tensor:
-        return self._to_replicate(out)  # type: ignore[no-any-return]
+        return self._to_replicate(out)
 
 
 class ColumnParallelLinearWithReplicateInputOutput(ColumnParallelLinearWithReplicateOutput):
     """Column-parallel; its input is gathered first, and its result afterwards."""
 
     def redistribute_input(self, x: Tensor) -> Tensor:
-        return self._to_replicate(x)  # type: ignore[no-any-return]
+        return self._to_replicate(x)
 
 
 class RowParallelLinear(_ParallelLinear):
     """Input features are split over "tp": weight Shard(1), bias and result Partial.
 
-    The input should be split along its last dim, as a column-parallel linear leaves it; where it is not, each device takes its
-    part, which costs nothing if it has the whole.
+    The input should be split along its last dim, as a column-parallel linear leaves it; where it is not, each device
+    takes its part, which costs nothing if it has the whole.
     """
 
     _dim = 1
 
     def redistribute_input(self, x: Tensor) -> Tensor:
-        return self._to_shard(x, -1, self.block)  # type: ignore[no-any-return]
+        return self._to_shard(x, -1, self.block)
 
 
 class RowParallelLinearWithReplicateOutput(RowParallelLinear):
     """Row-parallel, and the summands are added up: every device of "tp" holds the result."""
 
     def redistribute_output(self, out: Tensor) -> Tensor:
-        return self._to_replicate(out)  # type: ignore[no-any-return]
+        return self._to_replicate(out)
 
 
 class ReplicateParallelLinear(_ParallelLinear):
@@ -213,4 +213,4 @@ class EmbeddingWithReplicateOutput(_Embedding):  # type: ignore[misc]  # a class
         self.reset_parameters()
 
     def redistribute_output(self, out: Tensor) -> Tensor:
-        return self._to_replicate(out)  # type: ignore[no-any-return]
+        return self._to_replicate(out)
