@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 from typing_extensions import assert_never
 
+from dtorch.runtime import inherit
 from dtorch.runtime.forkserver import Command, Config, Exited, Failed, Kill, Report, Spawn, Spawned, Stop, remove_folder
 from dtorch.transport.errors import ConnectionLostError, SessionClosedError
 
@@ -75,7 +76,7 @@ class LocalLauncher:
 
     def __init__(self, folder: Path, entry: str = "dtorch.runtime.worker_main:main") -> None:
         self._folder, self._entry = folder, entry
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | inherit.Forked | None = None
         self._pidfd: int | None = None  # of the fork server; None where the system has none
         self._lifeline: socket.socket | None = None  # None before start and once the fork server is known to be gone
         self._far_end: socket.socket | None = None  # the fork server's end, only while it is being started
@@ -119,12 +120,21 @@ class LocalLauncher:
             raise ValueError(f"{folder} is not a session's private folder; private_folder() makes one")
         if not sys.executable:
             raise RuntimeError("sys.executable is empty: dtorch does not know which Python to start for its workers")
-        _launchers.add(self)
         near, far = socket.socketpair()
-        self._lifeline, self._far_end = near, far = _above_stdio(near), _above_stdio(far)
+        near, far = _above_stdio(near), _above_stdio(far)
         near.setblocking(False)
+        config = Config(far.fileno(), self._entry, str(folder))
+        if inherit.may_fork():
+            # Not in _launchers yet, so that the child does not let go of its own end.
+            self._process = inherit.fork_server(config, far)
+            self._lifeline = near
+            far.close()
+            _launchers.add(self)
+            self._open_pidfd()
+            return
+        _launchers.add(self)
+        self._lifeline, self._far_end = near, far
         try:
-            config = Config(far.fileno(), self._entry, str(folder))
             # "" is the current directory. What does not exist may be the name of an import hook: keep it as it is.
             path = [os.path.abspath(part) if os.path.exists(part or ".") else part for part in sys.path]
             # Its own session, so that Ctrl-C in a terminal reaches the client alone.
@@ -141,6 +151,10 @@ class LocalLauncher:
         finally:
             far.close()
             self._far_end = None
+        self._open_pidfd()
+
+    def _open_pidfd(self) -> None:
+        assert self._process is not None
         if sys.platform == "linux":
             # Absent from kernels before 5.3 and from some sandboxes; _wait then does without it.
             with contextlib.suppress(OSError):
@@ -275,7 +289,7 @@ class LocalLauncher:
         if not self._wait(_KILL_WAIT_S):
             self._process.kill()
             self._process.wait()
-        status = self._process.returncode
+        status = self._process.returncode or 0
         how = _how(None, -status) if status < 0 else f"{_how(status, None)}; see its words on stderr"
         self._failure = self._failure or f"the fork server ended: {how}"
         self._release()
