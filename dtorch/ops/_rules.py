@@ -200,7 +200,9 @@ def regroup(call: Call) -> list[Sig]:
     x, out = call.tensors[0], call.outputs[0]
     num = call.mesh_shape[call.axis]
     sigs = []
-    actual = {t for t in x.codes if is_shard(t)} | set(range(x.ndim))
+    blocked = {t for t in x.codes if is_shard(t) and shard_block(t) > 1}
+    # a plain shard would fit these too, but its cuts lie elsewhere
+    actual = blocked | set(range(x.ndim)) - {shard_dim(t) for t in blocked}
     for code in sorted(actual):
         mapped = regrouped(x.shape, out.shape, code, num)
         if mapped is not None:
