@@ -38,6 +38,22 @@ _FACTORIES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _beside(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory that was given dtorch tensors: sizes, limits, or ``out``, which says where the result lives."""
+
+    def call(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
+        if out is None:
+            return make(*args, **kwargs)
+        kwargs.pop("device", None)
+        return make(*args, out=out, device_mesh=out.device_mesh, placements=out.placements, **kwargs)
+
+    return call
+
+
+for _factory in creation.FACTORIES.values():
+    TORCH.setdefault(_factory.fn, _beside(_factory))
+
+
 def _stays_plain(kwargs: dict[str, Any]) -> bool:
     """Whether the call asks for what a mesh does not have: the meta device, or a plain tensor to write into."""
     device = kwargs.get("device")

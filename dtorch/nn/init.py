@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import init as _torch
 
+from dtorch.nn.module import is_init_skipped
 from dtorch.ops.table import composite
 from dtorch.tensor import Tensor
 
@@ -52,8 +54,17 @@ def kaiming_uniform_(
     return tensor.uniform_(-bound, bound)  # type: ignore[no-any-return]
 
 
+def _unless_skipped(ours: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Torch's layers inside torch's layers come here with their parameters; see ``skip_init``."""
+
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if is_init_skipped() else ours(tensor, *args, **kwargs)
+
+    return call
+
+
 for _ours in (uniform_, normal_, constant_, kaiming_uniform_):
-    composite(getattr(_torch, _ours.__name__))(_ours)
+    composite(getattr(_torch, _ours.__name__))(_unless_skipped(_ours))
 
 
 def __getattr__(name: str) -> Any:
