@@ -1,0 +1,7 @@
+"""``python -m dtorch``: see :mod:`dtorch.cli`."""
+
+from __future__ import annotations
+
+from dtorch.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""The command line: ``python -m dtorch ops`` lists the op table, ``python -m dtorch doctor`` says what works here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module, metadata
+
+LIBRARIES = ("torch", "numpy", "aiohttp", "msgspec", "uvloop")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the answer is the exit status."""
+    parser = argparse.ArgumentParser(prog="dtorch", description="Look at an installation of dtorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    ops = commands.add_parser("ops", help="list the op table")
+    ops.add_argument("--missing", action="store_true", help="list torch's ops that have no row instead")
+    doctor = commands.add_parser("doctor", help="versions, devices, data planes and a short self-test")
+    doctor.add_argument("--no-test", action="store_true", help="start nothing")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "ops":
+            return _missing() if chosen.missing else _ops()
+        return _doctor(test=not chosen.no_test)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# ---- ops
+
+
+def op_rows() -> Iterator[tuple[str, str, str]]:
+    """(name, rule, marks) of every op, sorted by name."""
+    import dtorch  # noqa: F401  (fills the op table)
+    from dtorch.ops.table import OPS
+
+    for name, op in sorted(OPS.items()):
+        flags = {"in place": op.writes is not None, "view": op.is_view, "random": op.random}
+        yield name, rule_name(op.rule), ", ".join(mark for mark, is_set in flags.items() if is_set)
+
+
+def rule_name(rule: Callable[..., object]) -> str:
+    """The family of a rule: the name of its function, or of the function that made it."""
+    qualified = getattr(rule, "__qualname__", type(rule).__name__)
+    return str(qualified).split(".")[0].lstrip("_")
+
+
+def _ops() -> int:
+    rows = list(op_rows())
+    _table(("op", "rule", "kind"), rows)
+    print(f"{len(rows)} ops")
+    return 0
+
+
+def _missing() -> int:
+    try:
+        missing_ops = import_module("dtorch.ops._fallback").missing_ops
+    except (ImportError, AttributeError):
+        print("this version keeps no list of missing ops", file=sys.stderr)
+        return 2
+    names = sorted(map(str, missing_ops()))
+    for name in names:
+        print(name)
+    print(f"{len(names)} ops of torch have no row", file=sys.stderr)
+    return 0
+
+
+# ---- doctor
+
+
+def _doctor(test: bool) -> int:
+    import torch
+    from torch import distributed
+
+    import dtorch
+
+    print(f"dtorch {dtorch.__version__} on Python {platform.python_version()}, {platform.platform()}")
+    _table(("library", "version"), [(name, _version(name)) for name in LIBRARIES])
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    print(f"devices: cpu with {os.cpu_count()} cores ({torch.get_num_threads()} torch threads), {num_cuda} cuda")
+    for index in range(num_cuda):
+        print(f"  cuda:{index} {torch.cuda.get_device_name(index)}")
+    # What torch was built with; whether workers can really talk is what the self-test shows.
+    planes = {
+        "in one process": True,
+        "gloo": distributed.is_available() and distributed.is_gloo_available(),
+        "nccl": distributed.is_available() and distributed.is_nccl_available() and num_cuda > 0,
+    }
+    print("data planes: " + ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in planes.items()))
+    if not test:
+        return 0
+    modes = ["shared", "per-device"] if planes["gloo"] else ["shared"]
+    return int(not all([_self_test(mode) for mode in modes]))
+
+
+def _self_test(workers: str) -> bool:
+    """Run a sharded product on two CPU devices; print how long it took, or what went wrong."""
+    import torch
+
+    import dtorch
+
+    started = time.perf_counter()
+    try:
+        dtorch.init(workers=workers)
+        mesh = dtorch.DeviceMesh("cpu", [0, 1])
+        full = torch.arange(12.0).reshape(4, 3)
+        x = dtorch.Tensor(full, device_mesh=mesh, placements=[dtorch.Shard(0)])
+        same = torch.equal((x + x).redistribute(placements=[dtorch.Replicate()]).to_torch(), full + full)
+        seconds = time.perf_counter() - started
+        dtorch.shutdown()
+    except Exception as error:
+        print(f"self-test, {workers}: {type(error).__name__}: {error}")
+        return False
+    print(f"self-test, {workers}: {'ok' if same else 'WRONG RESULT'} in {seconds:.2f} s from start to value")
+    return same
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
