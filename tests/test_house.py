@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import dtorch
+from dtorch.cli import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dtorch"
@@ -42,7 +41,8 @@ DECIDERS = (
 """Plain code that decides. Not ``runtime/recorder.py``: it holds a lock and asks whether an event loop runs."""
 
 SHELL_ONLY = words("""
-aiohttp asyncio concurrent http multiprocessing os random select selectors signal socket subprocess threading time uvloop
+aiohttp asyncio concurrent http multiprocessing os random select selectors signal socket subprocess threading time
+uvloop
 """)
 """What a decider may not import: loops, sockets, clocks, processes, threads, the environment."""
 
@@ -226,27 +226,25 @@ def test_readme_has_the_two_commands_and_names_files_that_exist() -> None:
     assert [name for name in listed if not (ROOT / name).is_file()] == []
 
 
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dtorch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def test_cli_lists_the_op_table() -> None:
-    done = run_cli("ops")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+def test_cli_lists_the_op_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["torch.add", "pointwise"] in rows
     assert any(row[0] == "torch.Tensor.add_" and row[2:] == ["in", "place"] for row in rows)
 
 
-def test_cli_doctor_says_what_is_here() -> None:
-    done = run_cli("doctor", "--no-test")
-    assert done.returncode == 0, done.stderr
-    assert "data planes: in one process yes" in done.stdout
+def test_cli_lists_ops_without_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "--missing"]) == 0
+    missing = capsys.readouterr().out.split()
+    assert "torch.add" not in missing
 
 
-def test_cli_without_a_command_says_which_there_are() -> None:
-    done = run_cli()
-    assert done.returncode == 2
-    assert "command" in done.stderr
+def test_cli_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-test"]) == 0
+    assert "data planes: in one process yes" in capsys.readouterr().out
+
+
+def test_cli_without_a_command_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "command" in capsys.readouterr().err

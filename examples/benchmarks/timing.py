@@ -52,7 +52,9 @@ def per_op_us(body: Callable[[int], Any], num: int, after: Callable[[], Any] | N
     return took / num * 1e6
 
 
-def alternate(rivals: Mapping[str, Callable[[], float]], num_repetitions: int, num_warmups: int = 1) -> dict[str, Samples]:
+def alternate(
+    rivals: Mapping[str, Callable[[], float]], num_repetitions: int, num_warmups: int = 1
+) -> dict[str, Samples]:
     """One value of each rival in turn, ``num_repetitions`` times, after ``num_warmups`` rounds that do not count."""
     found = {name: Samples() for name in rivals}
     for repetition in range(num_warmups + num_repetitions):
