@@ -287,16 +287,17 @@ blackman_window = Factory("blackman_window")
 kaiser_window = Factory("kaiser_window")
 randint = Factory("randint", random=True)
 randperm = Factory("randperm", random=True)
+_normal = Factory("normal", numbers=frozenset({0, 1}), random=True)
 
 FACTORIES = {
     f.short_name: f
     for f in (
         zeros, ones, empty, full, rand, randn, arange, linspace, logspace, eye, tril_indices, triu_indices, hann_window,
-        hamming_window, bartlett_window, blackman_window, kaiser_window, randint, randperm,
+        hamming_window, bartlett_window, blackman_window, kaiser_window, randint, randperm, _normal,
     )
 }
 
 for _factory in FACTORIES.values():
     allow(_factory.name, _factory.fn)
 
-__all__ = [*FACTORIES, "as_tensor", "from_numpy", "from_shards", "tensor"]
+__all__ = [*(name for name in FACTORIES if name != "normal"), "as_tensor", "from_numpy", "from_shards", "tensor"]

@@ -27,7 +27,7 @@ from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.template import dtype_of
-from dtorch.spec import Spec, contiguous_stride
+from dtorch.spec import OWN, STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.bulk import Lease, SegmentPool
 from dtorch.transport.errors import (
@@ -182,9 +182,10 @@ class Session:
         codes: tuple[int, ...],
         is_param: bool = False,
         requires_grad: bool = False,
+        link: int = OWN,
     ) -> Spec:
         """The one Spec object of these facts."""
-        key = (tuple(shape), tuple(stride), dtype, mesh, codes, is_param, requires_grad)
+        key = (tuple(shape), tuple(stride), dtype, mesh, codes, is_param, requires_grad, link)
         found = self._specs.get(key)
         if found is None:
             number, dead = self.mesh_number(mesh)
@@ -193,7 +194,7 @@ class Session:
                 if found is None:
                     found = self._specs[key] = Spec(
                         self, mesh, number, tuple(shape), tuple(stride), dtype, codes, is_param, requires_grad, dead,
-                        self.recorder.wake,
+                        self.recorder.wake, link,
                     )
         return found
 
@@ -201,7 +202,7 @@ class Session:
         """``spec`` with some facts changed."""
         facts = {
             "shape": spec.shape, "stride": spec.stride, "dtype": spec.dtype, "mesh": spec.mesh, "codes": spec.codes,
-            "is_param": spec.is_param, "requires_grad": spec.requires_grad,
+            "is_param": spec.is_param, "requires_grad": spec.requires_grad, "link": spec.link,
         }
         return self.spec(**{**facts, **changes})
 
@@ -292,6 +293,8 @@ class Session:
     def fetch(self, tensor: Tensor, now: bool = True) -> Promise[torch.Tensor]:
         """Ask for the full value; shared with a fetch of the same value that is under way."""
         self.check_open()
+        if tensor._spec.link == STALE:
+            _refresh(tensor)
         under_way = getattr(tensor, "_fetching", None)
         if under_way is not None and under_way[0] == self.num_mutations and not under_way[1].done:
             return under_way[1]  # type: ignore[no-any-return]
@@ -309,6 +312,8 @@ class Session:
     def fetch_shards(self, tensor: Tensor) -> Promise[list[torch.Tensor]]:
         """Ask for every device's piece, in row-major mesh order."""
         self.check_open()
+        if tensor._spec.link == STALE:
+            _refresh(tensor)
         devices = tensor._spec.mesh.devices
 
         def finish(pieces: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -595,6 +600,12 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
     else:  # tracebacks of older Pythons show no notes, so the text itself grows
         error.__dict__.setdefault("__notes__", []).append(text)
+
+
+def _refresh(tensor: Tensor) -> None:
+    from dtorch.ops import _alias
+
+    _alias.refresh(tensor)
 
 
 # ---- the default session

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dtorch.session import Session
 
 
+OWN, LINKED, STALE = 0, 1, 2
+"""A tensor with memory of its own or a real view; a copy that stands for a view; such a copy that is out of date."""
+
+
 class Spec:
     """Facts shared by all tensors that look alike in one session. Made by ``Session.spec`` only.
 
@@ -31,6 +35,7 @@ class Spec:
         "dtype",
         "is_param",
         "layout",
+        "link",
         "mesh",
         "placements",
         "requires_grad",
@@ -54,6 +59,7 @@ class Spec:
         requires_grad: bool,
         dead: list[int],
         wake: Callable[[], None],
+        link: int = OWN,
     ) -> None:
         self.session = session
         self.mesh = mesh
@@ -66,6 +72,7 @@ class Spec:
         self.requires_grad = requires_grad
         self.dead = dead
         self.wake = wake
+        self.link = link  # see ops/_alias.py
         self.layout = Layout(mesh_number, tuple(shape), dtype_name(dtype), codes)
         self.size_bytes = math.prod(shape) * dtype.itemsize
         self._meta: torch.Tensor | None = None

@@ -38,10 +38,11 @@ class Tensor(TensorFuture):
         PlacementError: wrong number of placements, or a Shard dim out of range.
     """
 
-    __slots__ = ("__weakref__", "_fetching", "_grad", "_slot", "_spec")
+    __slots__ = ("__weakref__", "_fetching", "_grad", "_link", "_slot", "_spec")
 
     _spec: Spec
     _slot: int
+    _link: Any  # of a copy that stands for a view, see ops/_alias.py
     _fetching: tuple[int, Promise[Any]]  # mutations of the session when it was last asked for, and that fetch
 
     if TYPE_CHECKING:  # methods made from the op table
@@ -254,7 +255,7 @@ class Tensor(TensorFuture):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.clone()
-        copy._spec = self._spec
+        copy._spec = self._spec.session.respec(self._spec, link=0)
         memo[id(self)] = copy
         return copy  # type: ignore[no-any-return]
 

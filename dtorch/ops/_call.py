@@ -21,6 +21,7 @@ class TensorArg:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codes: tuple[int, ...]  # one placement code a mesh axis
+    stride: tuple[int, ...] = ()
 
     @property
     def ndim(self) -> int:
@@ -29,7 +30,7 @@ class TensorArg:
 
 @dataclass(frozen=True)
 class Result:
-    """An output as torch's meta device infers it. ``alias`` names the input it was written into, if any."""
+    """An output as torch's meta device infers it. ``alias`` names the input whose memory it shows, if any."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -186,8 +186,9 @@ def repair(
         wanted.append(best.ins)
     codes = tuple(tuple(axis[i] for axis in wanted) for i in range(len(call.tensors)))
     if not _verified(call, sigs, codes, verify, fixed):
-        codes = tuple((R,) * len(call.mesh_shape) for _ in call.tensors)
-        if any(call.tensors[i].codes != codes[i] for i in fixed):
+        whole = (R,) * len(call.mesh_shape)
+        codes = tuple(t.codes if i in fixed else whole for i, t in enumerate(call.tensors))
+        if any(codes[i] != whole for i in fixed) and not _verified(call, sigs, codes, verify, fixed):
             return None
     return codes
 

@@ -8,7 +8,7 @@ device, placements by the row's rule, a ``Definition`` for the workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from sys import _getframe
 from types import CodeType
@@ -25,7 +25,7 @@ from dtorch.ops._meta import outcome
 from dtorch.placement import from_code
 from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
 from dtorch.runtime.template import LocalShape, NumberRef, TensorRef, freeze
-from dtorch.spec import Spec
+from dtorch.spec import LINKED, Spec
 from dtorch.transport.errors import MeshError, PlacementError
 from dtorch.transport.messages import Definition, Layout
 
@@ -52,6 +52,7 @@ class Op:
         random: draws from the session's generator.
         to_kernel: turns a call into (kernel, args, kwargs, params) where plain local work is not enough.
         is_view: the result shares memory with input 0 where it is computed without communication.
+        stand_in: what infers shapes in place of ``fn``, for ops whose shapes depend on values.
         doc: one line for the reference.
     """
 
@@ -66,6 +67,7 @@ class Op:
         numbers: frozenset[int | str] | bool = False,
         random: bool = False,
         is_view: bool = False,
+        stand_in: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
         self.fn = fn
@@ -75,6 +77,7 @@ class Op:
         self.numbers = numbers
         self.random = random
         self.is_view = is_view
+        self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
@@ -139,6 +142,10 @@ class Op:
             done, sig = self._define(args, kwargs, tuple(key))
             if done is not None:
                 return done[0]
+        if sig.links is not None:
+            made = self.emit(sig, ins, nums, source(_getframe(1)), args)
+            tensors = _tensors_of((args, kwargs))
+            return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
         return self.emit(sig, ins, nums, source(_getframe(1)), args)
 
     def emit(
@@ -168,6 +175,8 @@ class Op:
             if sig.spec is not None:
                 target._spec = sig.spec
             recorder.after_put()
+            if LIVE:
+                wrote(target)
             return target
         outs = []
         for spec in sig.specs:
@@ -267,6 +276,8 @@ class Op:
                     f"{self.name}: input 0 is on {spec.mesh}, input {i} on {other._spec.mesh}. Bring them together: "
                     f"redistribute(device_mesh=...) one of them"
                 )
+        if refresh_all(tensors):
+            return (self.record(args, kwargs),), None  # type: ignore[return-value]
         call, tree_args, tree_kwargs, finish = self.infer(args, kwargs, tensors)
         sigs = [self.rule(replace(call, axis=axis)) for axis in range(len(call.mesh_shape))]
         if self.writes is not None:
@@ -282,10 +293,20 @@ class Op:
                         t if t._spec.codes == codes else t.redistribute(placements=[from_code(c) for c in codes])
                         for t, codes in zip(tensors, wanted, strict=True)
                     )
-                    args, kwargs = _with_tensors((args, kwargs), moved)
-                    return (self.record(args, kwargs),), None  # type: ignore[return-value]
+                    moved_args, moved_kwargs = _with_tensors((args, kwargs), moved)
+                    made = self.record(moved_args, moved_kwargs)
+                    if self.writes is None:
+                        bases = [
+                            None if o.alias is None or wanted[o.alias] == tensors[o.alias]._spec.codes else tensors[o.alias]
+                            for o in call.outputs
+                        ]
+                        if any(b is not None for b in bases):
+                            attach(self, made, args, kwargs, bases)
+                    return (made,), None  # type: ignore[return-value]
             raise self._placement_error(call, sigs, tensors)
         sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
+        if self.writes is None and any(o.alias is not None for o in call.outputs):
+            self._link(sig, call, found, tensors)
         if session.num_signatures > MAX_SIGNATURES:
             session.forget_signatures()
         self.cache[key] = sig
@@ -296,7 +317,7 @@ class Op:
     ) -> tuple[Call, tuple[Any, ...], dict[str, Any], Callable[[list[Any]], Any] | None]:
         """Shapes and dtypes of the outputs by torch's own meta functions; raises what torch raises."""
         infos = [
-            TensorArg(i, tuple(t._spec.shape), t._spec.dtype, t._spec.codes) for i, t in enumerate(tensors)
+            TensorArg(i, tuple(t._spec.shape), t._spec.dtype, t._spec.codes, t._spec.stride) for i, t in enumerate(tensors)
         ]
         index = iter(range(len(tensors)))
         counter = iter(range(1 << 30))
@@ -320,11 +341,11 @@ class Op:
         tree_args = tuple(template(a, i) for i, a in enumerate(args))
         tree_kwargs = {k: template(v, k) for k, v in kwargs.items()}
         index = iter(range(len(tensors)))
-        metas = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
+        metas: Sequence[Any] = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
         meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
         meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
         with torch._C.DisableTorchFunction():  # factories in there are plain torch's, also inside ``with mesh:``
-            result, metas = outcome(self.fn, meta_args, meta_kwargs, metas, self.random)
+            result, metas = outcome(self.stand_in or self.fn, meta_args, meta_kwargs, metas, self.random)
         index = iter(range(len(tensors)))
         call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
         call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
@@ -333,12 +354,12 @@ class Op:
             written = metas[self.writes]
             outputs: tuple[Result, ...] = (_result(written),)
         elif isinstance(result, torch.Tensor):
-            outputs = (_result(result),)
+            outputs = (_result(result, metas),)
         elif isinstance(result, (tuple, list)):
             flat = [r for r in result if isinstance(r, torch.Tensor)]
             if len(flat) != len(result):
                 raise TypeError(f"{self.name} gives nested results, which are not supported")
-            outputs = tuple(_result(r) for r in flat)
+            outputs = tuple(_result(r, metas) for r in flat)
             kind = type(result)
             finish = tuple if kind is tuple else list if kind is list else kind
         else:
@@ -346,6 +367,22 @@ class Op:
         mesh_shape = tuple(tensors[0]._spec.mesh.shape)
         call = Call(self.name, call_args, call_kwargs, tuple(infos), outputs, mesh_shape)
         return call, tree_args, tree_kwargs, finish
+
+    def _link(self, sig: Signature, call: Call, found: Fit, tensors: list[Any]) -> None:
+        """Results that torch would make views, but that are copies here, or views of such copies, get a link."""
+        real = found.kernel in VIEW_KERNELS
+        linked = [
+            o.alias if o.alias is not None and (not real or tensors[o.alias]._spec.link) else None for o in call.outputs
+        ]
+        if all(i is None for i in linked):
+            return
+        finish, one = sig.finish, sig.finish is None
+        sig.shape, sig.finish = MANY, (lambda outs: outs[0]) if one else finish
+        sig.specs = tuple(
+            spec if i is None else spec.session.respec(spec, link=LINKED)
+            for spec, i in zip(sig.specs, linked, strict=True)
+        )
+        sig.links = tuple(linked)
 
     def signature(
         self,
@@ -366,9 +403,14 @@ class Op:
         )
         kernel = "random" if self.random else found.kernel
         args, kwargs = freeze_args(tree_args, tree_kwargs)
+        extra = dict(params or {})
         if kernel == "view":
             args, kwargs = [["t", 0], freeze(LocalShape(0))], {}
-        extra = dict(params or {})
+            extra["copy"] = call.outputs[0].alias is None
+        if finish is not None and len(call.outputs) == 1 and self.writes is None:
+            extra["listed"] = True  # a sequence of one result
+        if self.random:
+            extra["strides"] = [list(t.stride) for t in call.tensors]
         for axis in found.axes:
             extra.update(found.sigs[axis].params)
         extra["axes"] = list(found.axes)
@@ -435,8 +477,10 @@ def freeze_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
     return [freeze(a) for a in args], {k: freeze(v) for k, v in kwargs.items()}
 
 
-def _result(meta: torch.Tensor) -> Result:
-    return Result(tuple(meta.shape), tuple(meta.stride()), meta.dtype)
+def _result(meta: torch.Tensor, inputs: Sequence[torch.Tensor] = ()) -> Result:
+    memory = meta.untyped_storage()._cdata
+    alias = next((i for i, t in enumerate(inputs) if t.untyped_storage()._cdata == memory), None)
+    return Result(tuple(meta.shape), tuple(meta.stride()), meta.dtype, alias)
 
 
 def _to_meta(value: Any) -> Any:
@@ -499,4 +543,5 @@ def elements(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
+from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, refresh_all, wrote  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

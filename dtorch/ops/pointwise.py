@@ -40,12 +40,11 @@ row(
 row("clamp clip clamp_min clamp_max threshold hardtanh leaky_relu elu celu softplus softshrink hardshrink",
     pointwise(), numbers=True)
 row(
-    "relu relu6 gelu silu mish hardswish hardsigmoid logsigmoid selu softsign tanhshrink prelu rrelu",
+    "relu relu6 gelu silu mish hardswish hardsigmoid logsigmoid selu softsign tanhshrink prelu",
     pointwise(),
 )
 row("lerp addcmul addcdiv where masked_fill", pointwise(), numbers=True)
-row("clone contiguous", pointwise("first"))
-row("detach", pointwise("first"), is_view=True)
+row("clone", pointwise("first"))
 
 
 def _copy(call: Call) -> list[Sig]:

@@ -9,7 +9,7 @@ from dtorch.mesh import DeviceMesh
 from dtorch.frames import source
 from dtorch.placement import Placement, Replicate, normalize
 from dtorch.runtime.recorder import Signature
-from dtorch.spec import Spec, contiguous_stride
+from dtorch.spec import STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.errors import PlacementError
 from dtorch.transport.messages import Definition
@@ -41,6 +41,11 @@ def redistribute(
         wanted = normalize(placements, len(spec.shape), mesh)
     if mesh == spec.mesh and wanted == spec.placements:
         return tensor
+    if spec.link == STALE:
+        from dtorch.ops._alias import refresh
+
+        refresh(tensor)
+        spec = tensor._spec
     key = (spec, mesh, wanted)
     sig = _signatures.get(key)
     if sig is None:

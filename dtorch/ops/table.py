@@ -48,6 +48,7 @@ def row(
     random: bool = False,
     is_view: bool = False,
     in_place: bool = True,
+    writes: int | None = None,
     places: str = "torch torch.Tensor torch.nn.functional torch.special torch.linalg torch.fft",
 ) -> None:
     """Add ops.
@@ -57,12 +58,13 @@ def row(
         rule: their placement rule.
         numbers: arguments whose numbers vary from call to call; True for all.
         in_place: also add ``name_`` where torch has it; it writes its first tensor.
+        writes: the tensor that the op itself writes in place.
         places: where to look for the name.
     """
     for name in names.split() if isinstance(names, str) else names:
         found = False
         for place in places.split():
-            found |= _add(place, name, rule, numbers, verify, random, is_view, None)
+            found |= _add(place, name, rule, numbers, verify, random, is_view, writes)
         if in_place:
             for place in ("torch", "torch.Tensor", "torch.nn.functional"):
                 _add(place, f"{name}_", rule, numbers, verify, random, is_view, 0)
@@ -123,7 +125,18 @@ def allow(name: str, fn: Callable[..., Any]) -> None:
 def resolve(name: str) -> Callable[..., Any]:
     """The function of an op, for workers. Raises KeyError for names that are not in the table."""
     op = OPS.get(name)
-    return op.fn if op is not None else _extra[name]
+    if op is not None:
+        return op.fn
+    found = _extra.get(name)
+    return found if found is not None else unknown(name)
+
+
+def _no_such_op(name: str) -> Callable[..., Any]:
+    raise KeyError(name)
+
+
+unknown: Callable[[str], Callable[..., Any]] = _no_such_op
+"""Finds the function of a name without a row; ``_fallback.py`` puts its own here."""
 
 
 def clear_caches() -> None:

@@ -34,7 +34,7 @@ MAX_IN_FLIGHT = 64
 class Signature:
     """What a recorded call needs to know about its (op, static arguments, input specs)."""
 
-    __slots__ = ("finish", "id", "put", "recorder", "shape", "spec", "specs", "take")
+    __slots__ = ("finish", "id", "links", "put", "recorder", "shape", "spec", "specs", "take")
 
     id: int
     recorder: Recorder
@@ -45,6 +45,10 @@ class Signature:
     specs: tuple[Any, ...]  # of all outputs
     finish: Any  # MANY: makes the user's tuple of the outputs
 
+    links: tuple[int | None, ...] | None  # inputs that the outputs stand for views of, see ops/_alias.py; mostly None
+
+    def __init__(self) -> None:
+        self.links = None
 
 ONE, MANY, IN_PLACE = 0, 1, 2
 

@@ -172,4 +172,5 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     if not tensor.numel():
         return b""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # dims of one element keep strides of their own
+    return flat.view(torch.uint8).numpy().tobytes()

@@ -127,14 +127,23 @@ def find(name: str) -> Kernel:
 @kernel("local")
 def local(site: Site) -> Callable[..., Any]:
     """The op on local pieces."""
-    return site.bound()
+    call = site.bound()
+    return (lambda *values: call(*values)[0]) if site.params.get("listed") else call
 
 
 @kernel("view")
 def view(site: Site) -> Callable[..., Any]:
     """A regrouping of dims to the local shape of the output."""
     shape = site.local_shape(site.definition.outputs[0])
-    return lambda x: x.reshape(shape)
+    if not site.params.get("copy"):
+        return lambda x: x.reshape(shape)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        made = x.reshape(shape)
+        return made.clone() if made.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else made
+
+    return run
 
 
 from dtorch.runtime.kernels import data, random, reduce, redistribute  # noqa: E402, F401  (they register themselves)
+from dtorch.runtime.kernels import index, remap, shape  # noqa: E402, F401

@@ -1,7 +1,7 @@
 """Random ops: drawn once for the whole tensor, in the order of the program, so numbers do not depend on the mesh.
 
-The executor runs the drawing part once a worker (``draw``), also on workers that hold nothing of the result: every worker's
-generators then stand at the same place. Each device takes its piece of what was drawn.
+The executor runs the drawing part once a worker (``draw``), also on workers that hold nothing of the result: every
+worker's generators then stand at the same place. Each device takes its piece of what was drawn.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from dtorch.runtime.kernels import Site, kernel
+from dtorch.runtime.kernels import Site, kernel, num_numbers
 from dtorch.runtime.kernels.redistribute import neutral
-from dtorch.runtime.layout import box, is_partial, partial_op, slices
+from dtorch.runtime.layout import box, is_partial, is_shard, partial_op, slices
 from dtorch.runtime.template import Filler, bind, dtype_of
 from dtorch.transport.messages import Definition
 
@@ -43,7 +43,13 @@ def random(site: Site) -> Callable[..., Any]:
         piece = full if part == whole else full[slices(part, whole)]
         return neutral(piece.contiguous(), off) if off is not None else piece.clone()
 
+    masks = bool(definition.params.get("mask"))
+
     def run(drawn: tuple[torch.Tensor, ...], *tensors: Any) -> Any:
+        if masks:
+            part, whole, _ = parts[0]
+            factor = drawn[0] if part == whole else drawn[0][slices(part, whole)]
+            return tensors[0] * factor
         if writes:
             target: torch.Tensor = tensors[writes[0]]
             part, whole, _ = parts[0]
@@ -54,23 +60,38 @@ def random(site: Site) -> Callable[..., Any]:
     return run
 
 
-def draw(definition: Definition, fn: Callable[..., Any], device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The drawing part: of (tensors of any device that holds them whole, or None), numbers."""
+def draw(
+    definition: Definition, fn: Callable[..., Any], device: torch.device
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The drawing part: of (tensors of any device that holds them whole, or None), numbers.
+
+    What is written in place, and what is held in pieces, is replaced by a tensor of the whole's shape and strides,
+    because torch draws in the order of memory. With ``params["mask"]`` a factor is drawn for pieces: the op on ones.
+    """
     shapes = [tuple(o.shape) for o in definition.outputs]
     num_inputs = len(definition.inputs)
-    call = bind(fn, definition.args, definition.kwargs, Filler(device, shapes), num_inputs, 1)
+    call = bind(fn, definition.args, definition.kwargs, Filler(device, shapes), num_inputs, num_numbers(definition))
+    strides = definition.params.get("strides", ())
+    masks = bool(definition.params.get("mask"))
+
+    def whole(k: int, value: float) -> torch.Tensor:
+        layout = definition.inputs[k]
+        shape, dtype = tuple(layout.shape), dtype_of(layout.dtype)
+        if k < len(strides) and not masks:
+            return torch.empty_strided(shape, tuple(strides[k]), dtype=dtype, device=device).fill_(value)
+        return torch.full(shape, value, device=device).to(dtype)
+
+    replaced = [
+        k in definition.writes or any(is_shard(c) or is_partial(c) for c in layout.codes)
+        for k, layout in enumerate(definition.inputs)
+    ]
+    value = 1.0 if masks else 0.5
 
     def run(tensors: list[torch.Tensor] | None, numbers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        if tensors is None or definition.writes:
-            tensors = [
-                torch.full(tuple(i.shape), 0.5, device=device).to(dtype_of(i.dtype)) for i in definition.inputs
-            ] if tensors is None else [
-                torch.empty(tuple(layout.shape), dtype=dtype_of(layout.dtype), device=device)
-                if k in definition.writes
-                else t
-                for k, (t, layout) in enumerate(zip(tensors, definition.inputs, strict=True))
-            ]
-        made = call(*tensors, *numbers)
+        used = [
+            whole(k, value) if tensors is None or replaced[k] else tensors[k] for k in range(num_inputs)
+        ]
+        made = call(*used, *numbers)
         return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
     return run

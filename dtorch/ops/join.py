@@ -1,0 +1,128 @@
+"""Ops that join tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch.ops._affine import partial_through, region
+from dtorch.ops._call import Call, R, Sig
+from dtorch.ops._rules import replicate_only
+from dtorch.ops.table import row
+from dtorch.ops.view import at_least_1d, at_least_2d, at_least_3d, boxed, front, record
+from dtorch.runtime.layout import box, coords, is_shard, shard_dim
+
+
+def _cat(call: Call) -> list[Sig]:
+    """Along a sharded dim only what changes hands moves; inputs that are replicated may be mixed in there."""
+    out = call.outputs[0]
+    dim = call.arg(1, "dim", 0)
+    dim = (dim if isinstance(dim, int) else 0) % max(out.ndim, 1)
+    # torch lets empty vectors join anything
+    skipped = [t.ndim == 1 and t.shape[0] == 0 and out.ndim != 1 for t in call.tensors]
+    sigs = partial_through(call)
+    for d in range(out.ndim):
+        if d != dim:
+            sigs.append(Sig(tuple(R if skip else d for skip in skipped), (d,)))
+    regions, at = [], 0
+    for i, (tensor, skip) in enumerate(zip(call.tensors, skipped, strict=True)):
+        if skip:
+            continue
+        box = boxed(out.shape)
+        box[dim] = (at, at + tensor.shape[dim])
+        at += tensor.shape[dim]
+        regions.append(region(0, i, box, [(d, 0, 1) for d in range(out.ndim)]))
+    ins = []
+    for tensor, skip in zip(call.tensors, skipped, strict=True):
+        code = tensor.codes[call.axis]
+        fits = code == R or (is_shard(code) and shard_dim(code) == dim)
+        ins.append(R if skip else code if fits else dim)
+    if any(is_shard(code) for code in ins):
+        sigs.append(Sig(tuple(ins), (dim,), "remap", {"regions": regions}))
+    return sigs
+
+
+row("cat concat concatenate", _cat, in_place=False, places="torch")
+
+
+def _stack(call: Call) -> list[Sig]:
+    out = call.outputs[0]
+    dim = call.arg(1, "dim", 0)
+    dim = (dim if isinstance(dim, int) else 0) % out.ndim
+    sigs = partial_through(call)
+    for d in range(out.ndim - 1):
+        sigs.append(Sig((d,) * len(call.tensors), (d + (d >= dim),)))
+    return sigs
+
+
+row("stack", _stack, in_place=False, places="torch")
+row("block_diag cartesian_prod combinations", replicate_only, in_place=False, places="torch")
+
+
+def _join(tensors: Sequence[Any], dim: int, out: Any) -> Any:
+    return record("torch.cat", list(tensors), dim, **({} if out is None else {"out": out}))
+
+
+@front("hstack")
+def hstack(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    """``torch.hstack``"""
+    made = [at_least_1d(t) for t in tensors]
+    return _join(made, 0 if made[0].ndim == 1 else 1, out)
+
+
+@front("vstack")
+@front("row_stack")
+def vstack(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    """``torch.vstack``"""
+    return _join([at_least_2d(t) for t in tensors], 0, out)
+
+
+@front("dstack")
+def dstack(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    """``torch.dstack``"""
+    return _join([at_least_3d(t) for t in tensors], 2, out)
+
+
+@front("column_stack")
+def column_stack(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    """``torch.column_stack``"""
+    return _join([t.reshape(t.numel(), 1) if t.ndim <= 1 else t for t in tensors], 1, out)
+
+
+def _pad(call: Call) -> list[Sig]:
+    """Dims that are not padded may be sharded; padded ones too, where a constant is added."""
+    x, out = call.tensors[0], call.outputs[0]
+    pads, mode = call.arg(1, "pad"), call.arg(2, "mode", "constant")
+    value = call.arg(3, "value")
+    pairs = list(zip(pads[::2], pads[1::2], strict=True))
+    before = [0] * (x.ndim - len(pairs)) + [a for a, _ in reversed(pairs)]
+    after = [0] * (x.ndim - len(pairs)) + [b for _, b in reversed(pairs)]
+    box, dims = [], []
+    for d, (a, b, n) in enumerate(zip(before, after, x.shape, strict=True)):
+        box.append((max(a, 0), max(max(a, 0) + n + min(a, 0) + min(b, 0), max(a, 0))))
+        dims.append((d, max(-a, 0), 1))
+    params = {"regions": [region(0, 0, box, dims)], "fill": _python(value or 0, out.dtype)}
+    sigs = [s for s in partial_through(call) if not value and mode == "constant" and s.ins[0] == -2]
+    for d in range(x.ndim):
+        if before[d] == after[d] == 0:
+            sigs.append(Sig((d,), (d,)))
+        elif mode == "constant":
+            sigs.append(Sig((d,), (d,), "remap", params))
+    return sigs
+
+
+def _python(value: Any, dtype: torch.dtype) -> Any:
+    return bool(value) if dtype == torch.bool else value
+
+
+def _padded(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int, ...], ...]) -> bool:
+    """Reflecting and its like take no empty pieces."""
+    if call.arg(2, "mode", "constant") == "constant":
+        return True
+    shape = call.tensors[0].shape
+    return all(a < b for at in coords(call.mesh_shape) for a, b in box(shape, ins[0], call.mesh_shape, at))
+
+
+row("pad", _pad, verify=_padded, in_place=False, places="torch.nn.functional")
