@@ -252,6 +252,26 @@ def _index(call: Call) -> list[Sig]:
 INDEX = OPS["aten.index"] = Op("aten.index", index_fn, _index)
 
 
+_record_basic = OPS["torch.Tensor.__getitem__"].record
+_NUMBER = frozenset({int, type(None)})
+
+
+def _is_plain(part: slice) -> bool:
+    return type(part.start) in _NUMBER and type(part.stop) in _NUMBER and type(part.step) in _NUMBER
+
+
+def _is_quick(index: tuple[Any, ...]) -> bool:
+    """Only slices, None and Ellipsis, which need not be looked at before torch does."""
+    for v in index:
+        kind = type(v)
+        if kind is slice:
+            if not _is_plain(v):
+                return False
+        elif v is not None and v is not Ellipsis:
+            return False
+    return True
+
+
 @front("__getitem__")
 def getitem(input: Tensor, index: Any) -> Tensor:
     """``x[index]``, any index that torch takes. A mask waits for the number of its true elements.
@@ -259,6 +279,11 @@ def getitem(input: Tensor, index: Any) -> Tensor:
     Raises:
         IndexError: as torch, at once where it is known here.
     """
+    kind = type(index)
+    if kind is int and input.ndim:
+        return select(input, 0, index)
+    if (kind is slice and _is_plain(index)) or (kind is tuple and index and _is_quick(index)):
+        return _record_basic((input, index), {})  # type: ignore[no-any-return]
     parsed = parse(input, index)
     x: Any = input
     if not parsed.trivial or not (parsed.tensors or parsed.masks):
@@ -462,7 +487,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
 
 def _set_basic(x: Tensor, parsed: Index, value: Any) -> None:
     only = _only_int(parsed, x.ndim)
-    if only is not None and not any(p.is_shard(only[0] % x.ndim) for p in x.placements):
+    if only is not None and not x._spec.link and not any(p.is_shard(only[0] % x.ndim) for p in x.placements):
         view: Any = select(x, *only)
         if isinstance(value, Tensor):
             view.copy_(_stripped(value, view.ndim))

@@ -305,6 +305,8 @@ def assign(site: Site) -> Callable[..., Any]:
             start, stop = own[at]
             if shape[at + missing] != 1 and value.shape[at] != 1 and (start, stop) != (a, b):
                 value = value.narrow(at, a - start, b - a)
+        if value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            value = value.clone()  # x[index] += 1 assigns a view of x to itself
         target.copy_(value)
         return x
 
