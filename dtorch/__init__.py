@@ -18,6 +18,7 @@ from dtorch.future import TensorFuture
 from dtorch.tensor import Tensor
 from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
+from dtorch.capture import compile
 from dtorch.control import (
     MemoryStats,
     Statistics,
@@ -70,6 +71,7 @@ __all__ = [  # noqa: PLE0604
     "TensorFuture",
     "WorkerLostError",
     "auto_redistribute",
+    "compile",
     "init",
     "init_device_mesh",
     "manual_seed",

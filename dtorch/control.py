@@ -63,7 +63,7 @@ def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = Fa
     session = current_session()
     if device_mesh is not None:
         session.mesh_number(device_mesh)
-    answers = session.ask_statistics(reset_peak).result()
+    answers = session.ask_statistics(memory=True, reset_peak=reset_peak).result()
     found = {(m.kind, m.device): m for answer in answers for m in answer.memory}
     if device_mesh is None:
         places = sorted(found)
@@ -109,7 +109,7 @@ class Statistics:
 def statistics() -> Statistics:
     """Counters of the session; waits for the workers' own counters, after all work recorded so far."""
     session = current_session()
-    answers = session.ask_statistics(False).result()
+    answers = session.ask_statistics().result()
     recorder = session.recorder
     return Statistics(
         ops=recorder.num_ops,

@@ -258,7 +258,7 @@ class Factory:
                 number, self.name, kernel, frozen_args, frozen_kwargs, (), (spec.layout,), (), params
             )
 
-        return session.define(build, (spec,), self.name, ())
+        return session.define(build, (spec,), self.name, (), self.random)
 
 
 def _gather_shape(args: tuple[Any, ...]) -> tuple[Any, ...]:

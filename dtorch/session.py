@@ -98,6 +98,20 @@ class _Fetching:
     parts: dict[int, torch.Tensor] | None
 
 
+@dataclass(frozen=True)
+class SignatureFacts:
+    """What a signature stands for."""
+
+    op: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...] = ()
+    writes: bool = False
+    random: bool = False
+
+
+UNKNOWN = SignatureFacts("dtorch", ())
+
+
 class Session:
     """State of one client. Made by :func:`current_session` and ``dtorch.init``."""
 
@@ -118,7 +132,8 @@ class Session:
         self._failures: dict[tuple[int, int], tuple[OpError, tuple[int, int]]] = {}  # (worker, number): error, call
         self._unseen: dict[tuple[int, int], OpError] = {}  # failed calls (seq, index) that nobody was told of
         self._seen: dict[tuple[int, int], None] = {}  # those that somebody was told of; more workers may report them
-        self._signatures: dict[int, tuple[str, tuple[Layout, ...]]] = {}
+        self._signatures: dict[int, SignatureFacts] = {}
+        self.epoch = 0  # changes when signatures are forgotten
         self._pool = SegmentPool()
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
         self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
@@ -206,10 +221,21 @@ class Session:
         }
         return self.spec(**{**facts, **changes})
 
-    def know_signature(self, number: int, op: str, inputs: tuple[Layout, ...]) -> None:
-        """Remember what to say should a call of it fail."""
+    def know_signature(
+        self,
+        number: int,
+        op: str,
+        inputs: tuple[Layout, ...],
+        outputs: tuple[Layout, ...] = (),
+        writes: bool = False,
+        random: bool = False,
+    ) -> None:
+        """Remember what a signature stands for: said when a call of it fails, and asked when calls become a program."""
         self.num_misses += 1
-        self._signatures[number] = (op, inputs)
+        self._signatures[number] = SignatureFacts(op, inputs, outputs, writes, random)
+
+    def signature_facts(self, number: int) -> SignatureFacts:
+        return self._signatures[number]
 
     @property
     def num_signatures(self) -> int:
@@ -224,6 +250,7 @@ class Session:
             table.clear_caches()
             self._upload_signatures.clear()
             self._signatures.clear()
+            self.epoch += 1
             self._specs.clear()
             self.thread.post(Sent(Forget(self.number, self.recorder.next_signature)))
 
@@ -279,15 +306,20 @@ class Session:
         return self.define(build, (spec,), "dtorch.upload", ())
 
     def define(
-        self, build: Callable[[int], Definition], specs: tuple[Spec, ...], name: str, inputs: tuple[Layout, ...]
+        self,
+        build: Callable[[int], Definition],
+        specs: tuple[Spec, ...],
+        name: str,
+        inputs: tuple[Layout, ...],
+        random: bool = False,
     ) -> Signature:
-        """A signature of one output, for definitions that no op of the table makes."""
+        """A signature for definitions that no op of the table makes."""
         sig = Signature()
         recorder = self.recorder
         sig.id = recorder.define(build)
         sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
-        sig.shape, sig.spec, sig.specs, sig.finish = ONE, specs[0], specs, None
-        self.know_signature(sig.id, name, inputs)
+        sig.shape, sig.spec, sig.specs, sig.finish = ONE, specs[0] if specs else None, specs, None
+        self.know_signature(sig.id, name, inputs, tuple(s.layout for s in specs), False, random)
         return sig
 
     def fetch(self, tensor: Tensor, now: bool = True) -> Promise[torch.Tensor]:
@@ -357,13 +389,13 @@ class Session:
             devices, finish = (), _no_room(spec, error)
         fetch = Fetch(ticket, tensor._slot, spec.layout.mesh, tuple(devices), into, layout, offsets)
         self._fetches[ticket] = _Fetching(promise, finish, tensor, full, parts)
-        if whole:
-            tensor._fetching = (self.num_mutations, promise)
         try:
             self.recorder.fetch(fetch, now)
         except DTorchError:
             self._fetches.pop(ticket, None)
             raise
+        if whole:
+            tensor._fetching = (self.num_mutations, promise)
         return promise
 
     @staticmethod
@@ -418,7 +450,8 @@ class Session:
         call = (failure.seq, failure.index)
         at = self.recorder.source(*call)
         signature = self.recorder.signature_of(*call)
-        name, inputs = self._signatures.get(signature, ("dtorch", ())) if signature is not None else ("dtorch", ())
+        facts = self._signatures.get(signature, UNKNOWN) if signature is not None else UNKNOWN
+        name, inputs = facts.op, facts.inputs
         location = f"{at[0]}:{at[1]}" if at is not None else ""
         line = linecache.getline(at[0], at[1]).strip() if at is not None else ""
         described = [self._describe(layout) for layout in inputs]
@@ -480,7 +513,7 @@ class Session:
         """Settled when all work recorded so far is done; fails with the first error that nobody has seen."""
         self.check_open()
         done: Promise[None] = Promise()
-        answer = self._ask(reset_peak=False)
+        answer = self._ask(memory=False, reset_peak=False)
 
         def finish() -> None:
             error = answer.peek()
@@ -498,18 +531,18 @@ class Session:
         answer.add_callback(finish)
         return done
 
-    def ask_statistics(self, reset_peak: bool) -> Promise[tuple[Statistics, ...]]:
-        """Every worker's statistics, after all work recorded so far."""
+    def ask_statistics(self, memory: bool = False, reset_peak: bool = False) -> Promise[tuple[Statistics, ...]]:
+        """Every worker's statistics, after all work recorded so far; with ``memory`` also that of its devices."""
         self.check_open()
-        return self._ask(reset_peak)
+        return self._ask(memory, reset_peak)
 
-    def _ask(self, reset_peak: bool) -> Promise[tuple[Statistics, ...]]:
+    def _ask(self, memory: bool, reset_peak: bool) -> Promise[tuple[Statistics, ...]]:
         self.recorder.flush()
         promise: Promise[tuple[Statistics, ...]] = Promise()
         ticket = next(self._tickets)
         self._counts[ticket] = promise
         try:
-            self.thread.post(Asked(ticket, reset_peak))
+            self.thread.post(Asked(ticket, memory, reset_peak))
         except ConnectionLostError as error:
             promise.set_exception(error)
         ended = self.recorder.closed

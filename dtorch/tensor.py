@@ -288,6 +288,15 @@ class Tensor(TensorFuture):
         """Start to fetch the full value; a TensorFuture with get(), wait(timeout_s), is_ready(), exception(), await."""
         return FetchFuture(self._promise())
 
+    def new_tensor(
+        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+    ) -> Tensor:
+        """``torch.Tensor.new_tensor``: a replicated tensor of this dtype on this mesh, unless told otherwise."""
+        from dtorch.creation import tensor
+
+        mesh = self.device_mesh if device is None else None
+        return tensor(data, dtype=dtype or self.dtype, device=device, requires_grad=requires_grad, device_mesh=mesh)
+
     def is_ready(self) -> bool:
         """Whether a fetch of the value that was started before has arrived; never blocks, starts nothing."""
         fetching = getattr(self, "_fetching", None)

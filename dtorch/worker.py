@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +36,27 @@ def main(args: dict[str, Any]) -> None:
     Args:
         args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch).
     """
-    torch.set_num_threads(int(args["num_threads"]))
+    # In a thread of its own: the main thread may have been forked from a user's, with its modes of torch in force.
+    outcome: list[BaseException] = []
+    thread = threading.Thread(target=_run, args=(args, outcome), name="dtorch-worker")
+    thread.start()
+    thread.join()
+    if outcome:
+        raise outcome[0]
+
+
+def _run(args: dict[str, Any], outcome: list[BaseException]) -> None:
     try:
-        import uvloop
-    except ImportError:  # not made for this system
-        asyncio.run(_serve(args))
-    else:
-        uvloop.run(_serve(args))
+        torch.set_num_threads(int(args["num_threads"]))
+        torch.seed()
+        try:
+            import uvloop
+        except ImportError:  # not made for this system
+            asyncio.run(_serve(args))
+        else:
+            uvloop.run(_serve(args))
+    except BaseException as error:
+        outcome.append(error)
 
 
 async def _serve(args: dict[str, Any]) -> None:

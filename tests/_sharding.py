@@ -33,9 +33,11 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(prod(shape)).reshape(shape).tolist())
 
 
-def placements_of(tensor: torch.Tensor, num_axes: int, partial: bool = False) -> list[tuple[Any, ...]]:
-    """Every placement of a tensor on a mesh of ``num_axes`` axes."""
+def placements_of(tensor: torch.Tensor, num_axes: int, partial: bool = False, block: int = 1) -> list[tuple[Any, ...]]:
+    """Every placement of a tensor on a mesh of ``num_axes`` axes; with ``block`` also shards cut at its multiples."""
     each: list[Any] = [Replicate(), *(Shard(d) for d in range(tensor.ndim))]
+    if block > 1:
+        each += [Shard(d, block) for d in range(tensor.ndim)]
     if partial:
         each.append(Partial())
     return list(product(each, repeat=num_axes))
@@ -73,18 +75,19 @@ def check(
     *tensors: torch.Tensor,
     mesh: Iterable[tuple[int, ...]] = MESH_SHAPES,
     partial: Sequence[int] | bool = (),
-    limit: int = 48,
+    limit: int = 32,
     legal: Sequence[Any] | bool = (),
     compare: Callable[[Any, Any], None] | None = None,
     tolerance: float | None = None,
     exact: bool = True,
     replicated: Sequence[int] = (),
+    block: int = 1,
     **kwargs: Any,
 ) -> Report:
     """Compare ``fn`` on distributed tensors with ``fn`` on the plain ones.
 
-    On one device the results must be equal bit for bit. On larger meshes every combination of placements either gives the
-    same values or a PlacementError, and under ``auto_redistribute`` always the same values.
+    On one device the results must be equal bit for bit. On larger meshes every combination of placements either gives
+    the same values or a PlacementError, and under ``auto_redistribute`` always the same values.
 
     Args:
         fn: called with all tensors, plain or distributed, and ``kwargs``.
@@ -96,6 +99,7 @@ def check(
         compare: of (result, expected), in place of closeness.
         exact: whether one device must give the very bits.
         replicated: tensors that are only tried replicated.
+        block: also try shards cut at multiples of it.
     """
     expected = fn(*[t.clone() for t in tensors], **kwargs)
     one = mesh_of(1)
@@ -107,7 +111,7 @@ def check(
     for shape in mesh:
         target = mesh_of(*shape)
         choices = [
-            [(Replicate(),) * len(shape)] if i in replicated else placements_of(t, len(shape), i in summed)
+            [(Replicate(),) * len(shape)] if i in replicated else placements_of(t, len(shape), i in summed, block)
             for i, t in enumerate(tensors)
         ]
         cache: list[dict[Any, dtorch.Tensor]] = [{} for _ in tensors]
@@ -125,8 +129,8 @@ def check(
                 report.legal.append(combination)
             except PlacementError as error:
                 report.refused.append(combination)
-                assert legal is not True, f"{what}: {error}"
-                assert combination not in wanted, f"{what}: {error}"
+                if legal is True or combination in wanted:
+                    raise AssertionError(f"{what}: {error}") from error
                 with dtorch.auto_redistribute():
                     result = fn(*made, **kwargs)
             pending.append((_start(result), what))
@@ -146,12 +150,16 @@ def _sample(choices: list[list[Any]], limit: int, wanted: list[Any]) -> list[Any
         return list(product(*choices))
     draw = random.Random(total)
     seen = dict.fromkeys(wanted)
-    for own, choice in enumerate(choices):  # every placement of every tensor at least once
-        for placed in choice:
-            seen[tuple(placed if i == own else draw.choice(c) for i, c in enumerate(choices))] = None
-    for placed in choices[0]:  # tensors placed alike
-        if all(placed in c for c in choices):
-            seen[(placed,) * len(choices)] = None
+    alike = [(p,) * len(choices) for p in choices[0] if all(p in c for c in choices)]
+    each = [  # every placement of every tensor, as far as there is room
+        tuple(placed if i == own else draw.choice(c) for i, c in enumerate(choices))
+        for own, choice in enumerate(choices)
+        for placed in choice
+    ]
+    draw.shuffle(each)
+    for found in (*alike[: limit // 4], *each):
+        if len(seen) < limit:
+            seen[found] = None
     while len(seen) < limit:
         seen[tuple(draw.choice(c) for c in choices)] = None
     return list(seen)
@@ -190,14 +198,15 @@ def _compare(
             value = got.to_torch()
             assert value.shape == want.shape, f"the value has shape {value.shape}, not {want.shape}"
             if exact:
-                assert torch.equal(value.nan_to_num(1.5e9) if _has_nan(want) else value,
-                                   want.nan_to_num(1.5e9) if _has_nan(want) else want), f"{value}\nis not\n{want}"
+                assert torch.equal(
+                    value.nan_to_num(1.5e9) if _has_nan(want) else value,
+                    want.nan_to_num(1.5e9) if _has_nan(want) else want,
+                ), f"{value}\nis not\n{want}"
             else:
                 near = TOLERANCE.get(want.dtype, 1e-9) if tolerance is None else tolerance
                 torch.testing.assert_close(value, want, rtol=near, atol=near, equal_nan=True)
     except Exception as error:
-        error.add_note(what) if hasattr(error, "add_note") else None
-        raise
+        raise AssertionError(f"{what}: {error}") from error
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

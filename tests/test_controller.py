@@ -59,8 +59,9 @@ def definition(sig: int, *meshes: int, random: bool = False) -> Definition:
 
 
 def batch(seq: int, *sigs: int, **more: Any) -> Submitted:
-    facts: dict[str, Any] = {"meshes": (), "definitions": (), "uploads": (), "fetches": (), "freed_meshes": (), **more}
-    return Submitted(Outgoing(seq=seq, body=b"body %d" % seq, calls=[(sig,) for sig in sigs], **facts))
+    facts: dict[str, Any] = dict.fromkeys(Outgoing.__struct_fields__, ())  # whatever a batch has besides: none of it
+    facts |= {"seq": seq, "body": b"body %d" % seq, "calls": [(sig,) for sig in sigs], **more}
+    return Submitted(Outgoing(**facts))
 
 
 def fetch(ticket: int, on: int, slot: int = 0) -> Fetch:
@@ -246,13 +247,13 @@ def test_the_state_may_arrive_before_the_late_worker_joins() -> None:
 
 def test_statistics_wait_for_every_worker() -> None:
     machine = apart()
-    assert [type(m) for m in sent(machine.handle(Asked(5, False)))] == [AskStatistics, AskStatistics]
+    assert [type(m) for m in sent(machine.handle(Asked(5, False, False)))] == [AskStatistics, AskStatistics]
     one, two = Statistics(1, 5, 1, (), {}), Statistics(1, 5, 2, (), {})
     assert machine.handle(Received(2, two)) == []
     assert machine.handle(Received(1, one)) == [Counted(5, (two, one))]
     with pytest.raises(ProtocolError, match="which nobody asked"):
         machine.handle(Received(1, one))
-    assert Controller(1, frozenset()).handle(Asked(6, False)) == [Counted(6, ())]
+    assert Controller(1, frozenset()).handle(Asked(6, False, False)) == [Counted(6, ())]
 
 
 def test_a_failed_call_is_passed_on() -> None:

@@ -14,6 +14,9 @@ from dtorch.runtime.layout import is_partial, is_shard, shard_block, shard_code,
 
 Verify = Callable[[Call, "tuple[tuple[int, ...], ...]", "tuple[tuple[int, ...], ...]"], bool]
 
+LOCAL = frozenset({"local", "filled"})
+"""Kernels that run the op's own function on pieces; another axis may need another kernel, which then serves all."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -45,7 +48,7 @@ def match(sig: Sig, actual: Sequence[int], narrow: frozenset[int] = frozenset())
         if have == R and i in narrow and is_shard(want):
             continue
         if want == have:
-            if is_shard(have):
+            if is_shard(have) and want < 64:  # a block that the signature spells out binds no other input
                 if block is None:
                     block = shard_block(have)
                 elif block != shard_block(have):
@@ -105,10 +108,11 @@ def _find(call: Call, sigs: Sequence[Sig], actual: tuple[int, ...], narrow: froz
 
 def _combine(call: Call, chosen: Sequence[Sig], verify: Verify | None) -> Fit | None:
     real = [axis for axis, size in enumerate(call.mesh_shape) if size > 1]
-    special = {chosen[axis].kernel for axis in real} - {"local"}
+    used = {chosen[axis].kernel for axis in real}
+    special = used - LOCAL
     if len(special) > 1:
         return None
-    kernel = special.pop() if special else "local"
+    kernel = special.pop() if special else max(used, default="local", key=lambda name: name == "filled")
     axes = tuple(axis for axis in real if chosen[axis].kernel == kernel) if kernel != "local" else ()
     outs = tuple(tuple(sig.outs[o] for sig in chosen) for o in range(len(call.outputs)))
     ins = tuple(tuple(sig.ins[i] for sig in chosen) for i in range(len(call.tensors)))
@@ -165,20 +169,20 @@ def repair(
         if best is None:
             least = float("inf")
             for sig in (*sigs[axis], call.all_replicate()):
-                if sig.kernel not in ("local", kernel) and kernel != "local":
+                if sig.kernel not in LOCAL and kernel not in ("local", sig.kernel):
                     continue
                 if any(sig.ins[i] != actual[i] for i in fixed):
                     continue
                 total = sum(
                     cost(have, want, num, size) for have, want, size in zip(actual, sig.ins, sizes_bytes, strict=True)
                 )
-                if sig.kernel != "local":
+                if sig.kernel not in LOCAL:
                     total += 50
                 if total < least:
                     best, least = sig, total
         if best is None:
             return None
-        if best.kernel != "local":
+        if best.kernel not in LOCAL:
             if kernel not in ("local", best.kernel):
                 best = call.all_replicate()
             else:

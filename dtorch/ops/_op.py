@@ -433,7 +433,9 @@ class Op:
         recorder = session.recorder
         sig.id = recorder.define(build)
         sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
-        session.know_signature(sig.id, self.name, layouts)
+        session.know_signature(
+            sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random
+        )
         sig.specs, sig.spec, sig.finish = specs, None, finish
         if self.writes is not None:
             sig.shape = IN_PLACE

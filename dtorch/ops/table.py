@@ -101,7 +101,9 @@ def _add(
     return True
 
 
-def composite(torch_function: Callable[..., Any], *, method: str = "", public: str = "", functional: str = "") -> Any:
+def composite(
+    torch_function: Callable[..., Any], *, method: str = "", public: str = "", functional: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: an op made of other ops. It runs in the client, on dtorch tensors, with torch's signature."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from dtorch.transport.messages import (
     FromWorker,
     Hello,
     MeshInfo,
+    Program,
     RandomState,
     Seed,
     Statistics,
@@ -62,6 +63,7 @@ class Asked:
     """The client wants every worker's statistics."""
 
     ticket: int
+    memory: bool
     reset_peak: bool
 
 
@@ -197,6 +199,7 @@ class Controller:
         self._signature_mesh: dict[int, tuple[int, ...]] = {}
         self._meshes: list[MeshInfo] = []
         self._definitions: dict[int, Definition] = {}  # the live ones, for workers that start late
+        self._programs: dict[int, Program] = {}
         self._running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
         self._fetches: dict[int, _Fetch] = {}
         self._asked: dict[int, tuple[set[int], list[Statistics]]] = {}
@@ -232,9 +235,10 @@ class Controller:
                 elif isinstance(message, Forget):
                     self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
+                    self._programs = {n: p for n, p in self._programs.items() if n >= message.sig}
                 return self._broadcast(encode(message), self.workers)
-            case Asked(ticket, reset_peak):
-                return self._ask(ticket, reset_peak)
+            case Asked(ticket, memory, reset_peak):
+                return self._ask(AskStatistics(self.session, ticket, memory, reset_peak))
             case Joined(worker):
                 return self._joined(worker)
             case Received(worker, message):
@@ -255,11 +259,16 @@ class Controller:
             out += self._add_mesh(mesh)
             meshes_made.append(self._meshes[-1])
         everyone = self.workers
-        if batch.meshes or batch.definitions:
+        if batch.meshes or batch.definitions or batch.programs:
             for definition in batch.definitions:
                 self._signature_mesh[definition.sig] = self._meshes_of(definition)
                 self._definitions[definition.sig] = definition
-            out += self._broadcast(encode(Define(self.session, tuple(meshes_made), batch.definitions)), everyone)
+            for program in batch.programs:
+                self._programs[program.sig] = program
+                if self._signature_mesh[program.sig]:
+                    self._signature_mesh[program.sig] = program.meshes
+            define = Define(self.session, tuple(meshes_made), batch.definitions, batch.programs)
+            out += self._broadcast(encode(define), everyone)
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
         for fetch in batch.fetches:
@@ -316,7 +325,9 @@ class Controller:
         elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
         self._workers[number] = worker
         if self._meshes:
-            known = Define(self.session, tuple(self._meshes), tuple(self._definitions.values()))
+            known = Define(
+                self.session, tuple(self._meshes), tuple(self._definitions.values()), tuple(self._programs.values())
+            )
             worker.queue.append(encode(known))
         if self._drawn and elders:
             worker.awaits_random_state = True
@@ -339,12 +350,12 @@ class Controller:
                 worker.queue.append(frame)
         return out
 
-    def _ask(self, ticket: int, reset_peak: bool) -> list[Instruction]:
+    def _ask(self, question: AskStatistics) -> list[Instruction]:
         workers = self.workers
         if not workers:
-            return [Counted(ticket, ())]
-        self._asked[ticket] = (set(workers), [])
-        return self._broadcast(encode(AskStatistics(self.session, ticket, reset_peak)), workers)
+            return [Counted(question.ticket, ())]
+        self._asked[question.ticket] = (set(workers), [])
+        return self._broadcast(encode(question), workers)
 
     # ---- from workers
 

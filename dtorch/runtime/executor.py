@@ -30,6 +30,7 @@ from dtorch.runtime.plan import (
     Joint,
     Local,
     Plan,
+    Replay,
     Run,
     Step,
     append,
@@ -40,7 +41,7 @@ from dtorch.runtime.plan import (
 )
 from dtorch.runtime.template import dtype_of
 from dtorch.transport.errors import ProtocolError
-from dtorch.transport.messages import Definition, Failure, MeshInfo
+from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
@@ -75,6 +76,15 @@ class Bound:
     draws: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
 
+@dataclass
+class CompiledProgram:
+    """A program made ready: its plan works on registers of hosted places ``places``."""
+
+    program: Program
+    plan: Plan
+    places: tuple[int, ...]
+
+
 class Executor:
     """One session on one worker.
 
@@ -105,8 +115,12 @@ class Executor:
         self.meshes: dict[int, MeshInfo] = {}
         self.definitions: dict[int, Definition] = {}
         self._bound: dict[int, Bound | None] = {}
+        self._programs: dict[int, Program] = {}
+        self._compiled: dict[int, CompiledProgram] = {}
+        self._outer: int | None = None  # while a program replays: the batch index of the call that replays it
         self.places: list[Place] = []
         self.stores: list[list[Any]] = []
+        self._root = self.stores  # the stores themselves, also while a program has put registers in their place
         self._place_index: dict[Place, int] = {}
         self._plans: dict[bytes, Plan] = {}
         self._num_errors = 0
@@ -129,9 +143,12 @@ class Executor:
     def add_definition(self, definition: Definition) -> None:
         self.definitions[definition.sig] = definition
 
+    def add_program(self, program: Program) -> None:
+        self._programs[program.sig] = program
+
     def forget(self, below: int) -> None:
         """Drop signatures below a number, and all plans."""
-        for table in (self.definitions, self._bound):
+        for table in (self.definitions, self._bound, self._programs, self._compiled):
             for sig in [s for s in table if s < below]:
                 del table[sig]
         self._plans.clear()
@@ -205,14 +222,68 @@ class Executor:
         self._plans[body] = made
         return made
 
+    def _program(self, sig: int) -> CompiledProgram:
+        """The plan of a program, over registers."""
+        made = self._compiled.get(sig)
+        if made is None:
+            program = self._programs.get(sig)
+            if program is None:
+                raise ProtocolError(f"signature {sig} names no program")
+            plan = self._compile(program.body)
+            places = {
+                self._place_index[place]
+                for number in program.meshes
+                for place in ((self.meshes[number].kind, d) for d in self.meshes[number].devices)
+                if place in self._place_index
+            }
+            made = self._compiled[sig] = CompiledProgram(program, plan, tuple(sorted(places)))
+        return made
+
+    def _replay(self, replay: Replay) -> None:
+        """Run a program on registers of its own; what it captured is read from the stores, by reference."""
+        compiled: CompiledProgram = replay.program
+        program, plan = compiled.program, compiled.plan
+        step = replay.step
+        outer_stores, outer_call = self.stores, self._outer
+        size = max(program.num_registers, plan.num_slots)
+        registers: list[list[Any]] = [[] for _ in outer_stores]
+        for index in compiled.places:
+            made: list[Any] = [None] * size
+            registers[index] = made
+            store, root = outer_stores[index], self._root[index]
+            for register, slot in zip(program.inputs, step.ins, strict=True):
+                made[register] = store[slot]
+            for register, slot in program.captured:
+                made[register] = root[slot]
+        self.stores = registers
+        if outer_call is None:
+            self._outer = step.index
+        try:
+            self._run_parts(plan)
+        finally:
+            self.stores, self._outer = outer_stores, outer_call
+        for index in compiled.places:
+            store, root, made = outer_stores[index], self._root[index], registers[index]
+            for register, slot in zip(program.outputs, step.outs, strict=True):
+                store[slot] = made[register]
+            for register, slot in program.kept:
+                root[slot] = made[register]
+
     def _compile(self, body: bytes) -> Plan:
         calls, frees = decode_body(body)
         steps = steps_of(calls, self.definitions)
         kills = last_uses(steps, frees)
-        parts: list[Local | Joint] = []
+        parts: list[Local | Joint | Replay] = []
         highest = -1
         for position, step in enumerate(steps):
             highest = max([highest, *step.outs, *step.ins])
+            if step.definition.kernel == "program":
+                program = self._program(step.definition.sig)
+                parts.append(Replay(step, program))
+                highest = max([highest, *(slot for _, slot in (*program.program.captured, *program.program.kept))])
+                if position in kills:
+                    parts.append(Local({i: [_killing(kills[position], step.index)] for i in program.places}))
+                continue
             bound = self._bind(step.definition)
             if bound is None:
                 continue
@@ -247,19 +318,12 @@ class Executor:
         self._seq = seq
         self._uploads = uploads
         plan = self.plan(body)
+        self._root = self.stores
         for store in self.stores:
             missing = plan.num_slots - len(store)
             if missing > 0:
                 store.extend([None] * (missing + 256))
-        memory = self.memory
-        for part in plan.parts:
-            if type(part) is Local:
-                for index, runs in part.runs.items():
-                    self._run_local(index, runs)
-                if memory.watching:
-                    memory.observe()
-            else:
-                self._run_joint(part)  # type: ignore[arg-type]
+        self._run_parts(plan)
         for places, slots in plan.frees:
             for index in places:
                 store = self.stores[index]
@@ -267,6 +331,19 @@ class Executor:
                     store[slot] = None
         self.counters["calls"] += plan.num_calls
         self.counters["batches"] += 1
+
+    def _run_parts(self, plan: Plan) -> None:
+        memory = self.memory
+        for part in plan.parts:
+            if type(part) is Local:
+                for index, runs in part.runs.items():
+                    self._run_local(index, runs)
+                if memory.watching:
+                    memory.observe()
+            elif type(part) is Replay:
+                self._replay(part)
+            else:
+                self._run_joint(part)  # type: ignore[arg-type]
 
     def _run_local(self, index: int, runs: list[Run]) -> None:
         s = self.stores[index]
@@ -320,6 +397,8 @@ class Executor:
             s[slot] = poison
 
     def _fail(self, call: int, place: Place, error: BaseException) -> Poison:
+        if self._outer is not None:
+            call = self._outer
         number = self._num_errors
         self._num_errors += 1
         self.counters["failures"] += 1

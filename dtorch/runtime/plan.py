@@ -67,8 +67,16 @@ class Joint:
 
 
 @dataclass
+class Replay:
+    """A call that replays a program (``executor.CompiledProgram``)."""
+
+    step: Step
+    program: Any
+
+
+@dataclass
 class Plan:
-    parts: list[Local | Joint]
+    parts: list[Local | Joint | Replay]
     frees: list[tuple[tuple[int, ...], list[int]]]  # hosted places, slots to forget at the end
     num_slots: int  # stores must be at least this long
     num_calls: int

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import msgspec
 
 from dtorch.runtime.slots import SlotPool
 from dtorch.transport.errors import DTorchError, SessionClosedError
-from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, SharedBlob
+from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program, SharedBlob
 
 FIRST_BATCH = 64
 """Calls in the first batch after a pause: small, so that devices start early."""
@@ -44,11 +45,11 @@ class Signature:
     spec: Any  # ONE: spec of the result; IN_PLACE: new spec of what was written, None when unchanged
     specs: tuple[Any, ...]  # of all outputs
     finish: Any  # MANY: makes the user's tuple of the outputs
-
     links: tuple[int | None, ...] | None  # inputs that the outputs stand for views of, see ops/_alias.py; mostly None
 
     def __init__(self) -> None:
         self.links = None
+
 
 ONE, MANY, IN_PLACE = 0, 1, 2
 
@@ -61,6 +62,7 @@ class Outgoing(msgspec.Struct):
     calls: list[tuple[Any, ...]]  # what ``body`` encodes
     meshes: tuple[MeshInfo, ...]
     definitions: tuple[Definition, ...]
+    programs: tuple[Program, ...]
     uploads: tuple[Blob | SharedBlob, ...]
     fetches: tuple[Fetch, ...]
     freed_meshes: tuple[int, ...]  # meshes whose tensors died
@@ -69,6 +71,23 @@ class Outgoing(msgspec.Struct):
     def signatures(self) -> set[int]:
         """Signatures that are called."""
         return {call[0] for call in self.calls}
+
+
+class CaptureError(DTorchError, RuntimeError):
+    """What is being compiled does something that cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a capture recorded.
+
+    Attributes:
+        chunk: three entries a call, as in the buffer.
+        dead: slots whose tensors were gone at its end.
+    """
+
+    chunk: list[Any]
+    dead: set[int]
 
 
 class Outlet(Protocol):
@@ -108,12 +127,17 @@ class Recorder:
         self._next_signature = 1
         self._budget = FIRST_BATCH
         self._granted = 0
+        self._capture: int | None = None  # the thread that captures
+        self._pins: dict[int, int] = {}
+        self._pinned_dead: dict[int, int] = {}  # slot whose tensor died while pinned -> mesh
         self._ticking = False  # the running loop will flush at its next tick
         self._timed = False  # the timer will look at the buffer
         self._last_length = 0
         self._meshes: list[MeshInfo] = []
         self._definitions: list[Definition] = []
+        self._programs: list[Program] = []
         self._uploads: list[Blob | SharedBlob] = []
+        self._hoisted: list[Any] = []  # uploads made during a capture; they run before what follows it
         self._fetches: list[Fetch] = []
         self._sources: dict[int, list[Any]] = {}
         self._closed: DTorchError | None = None
@@ -129,6 +153,9 @@ class Recorder:
         with self._lock:
             if self._closed is not None:
                 raise again(self._closed)
+            if self._capture is not None:
+                self._lent.extend(self._pool.lend(FIRST_BATCH))
+                return self._lent.pop()
             full = False
             while not self._lent:
                 if self._sync is not None:
@@ -150,7 +177,7 @@ class Recorder:
         if self._sync is not None:
             self._sync()
             return
-        if len(self._buffer) >= 3 * LARGEST_BATCH:
+        if len(self._buffer) >= 3 * LARGEST_BATCH and self._capture is None:
             with self._lock:
                 if len(self._buffer) >= 3 * LARGEST_BATCH:
                     self._flush()
@@ -208,6 +235,11 @@ class Recorder:
             self._definitions.append(build(number))
             return number
 
+    def add_program(self, program: Program) -> None:
+        """Announce what the signature of the same number replays."""
+        with self._lock:
+            self._programs.append(program)
+
     def add_mesh(self, mesh: MeshInfo) -> list[int]:
         """Announce a mesh; the answer is the list to which its tensors append their slot when they die."""
         with self._lock:
@@ -223,8 +255,12 @@ class Recorder:
         """
         slot = self.slot()
         with self._lock:
-            self.put(((signature, slot, len(self._uploads)), *source))
+            call = (signature, slot, len(self._uploads))
             self._uploads.append(blob)
+            if self._capture is None:
+                self.put((call, *source))
+            else:
+                self._hoisted.extend((call, *source))
         return slot
 
     def slot(self) -> int:
@@ -246,16 +282,19 @@ class Recorder:
     # ---- batches
 
     def flush(self) -> None:
-        """Send what is recorded."""
+        """Send what is recorded. While a function is being captured its calls stay here."""
         with self._lock:
-            self._flush()
-            self._budget = FIRST_BATCH
+            if self._capture is None:
+                self._flush()
+                self._budget = FIRST_BATCH
 
     def fetch(self, fetch: Fetch, now: bool) -> None:
         """Ask for a slot's pieces after everything recorded so far; ``now`` sends at once, else with the loop's next tick."""
         with self._lock:
             if self._closed is not None:
                 raise again(self._closed)
+            if self._capture is not None:
+                raise CaptureError("a value is read while the function is being compiled")
             self._fetches.append(fetch)
             if now:
                 self.flush()
@@ -269,6 +308,9 @@ class Recorder:
             if num_dead:
                 gone = sorted(dead[:num_dead])
                 del dead[:num_dead]
+                if self._pins:
+                    self._pinned_dead.update((slot, mesh) for slot in gone if slot in self._pins)
+                    gone = [slot for slot in gone if slot not in self._pins]
                 frees.append((mesh, gone))
         buffer = self._buffer
         length = len(buffer)
@@ -287,12 +329,14 @@ class Recorder:
                 calls=calls,
                 meshes=tuple(self._meshes),
                 definitions=tuple(self._definitions),
+                programs=tuple(self._programs),
                 uploads=tuple(self._uploads),
                 fetches=tuple(self._fetches),
                 freed_meshes=tuple(mesh for mesh, _ in frees),
             )
             self._meshes.clear()
             self._definitions.clear()
+            self._programs.clear()
             self._uploads.clear()
             self._fetches.clear()
             self._sources[self._seq] = chunk
@@ -303,6 +347,66 @@ class Recorder:
         for _, slots in frees:
             spare.extend(slots)
         self._pool.restore(spare)
+
+    # ---- capturing
+
+    def begin_capture(self) -> None:
+        """From now on calls stay in the buffer until ``end_capture``. Raises CaptureError inside another capture."""
+        with self._lock:
+            if self._closed is not None:
+                raise again(self._closed)
+            if self._capture is not None:
+                raise CaptureError("a function is being compiled already, perhaps in another thread")
+            self._flush()
+            self._capture = threading.get_ident()
+
+    def end_capture(self) -> Captured:
+        """The calls since ``begin_capture``, taken out of the program order, and the slots that died meanwhile.
+
+        Uploads made meanwhile stay in the program order: a replay finds them where they are.
+        """
+        with self._lock:
+            self._capture = None
+            chunk = self._buffer[:]
+            self._buffer.clear()
+            self._buffer.extend(self._hoisted)
+            self._hoisted.clear()
+            dead = {slot for slots in self._dead.values() for slot in slots}
+            self._lent_back()
+            return Captured(chunk, dead)
+
+    def _lent_back(self) -> None:
+        spare = self._lent[:]
+        self._lent.clear()
+        self._granted = 0
+        self._ticking = False
+        self._pool.restore(spare)
+        self._last_length = -1
+        self.wake()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether this thread is capturing."""
+        return self._capture == threading.get_ident()
+
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep what is in ``slots`` on the workers, whether or not the client still has the tensor."""
+        with self._lock:
+            for slot in slots:
+                self._pins[slot] = self._pins.get(slot, 0) + 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Undo ``pin``. May run inside any allocation: the slots are freed with the next flush."""
+        for slot in slots:
+            left = self._pins.get(slot, 0) - 1
+            if left > 0:
+                self._pins[slot] = left
+                continue
+            self._pins.pop(slot, None)
+            mesh = self._pinned_dead.pop(slot, None)
+            if mesh is not None and mesh in self._dead:
+                self._dead[mesh].append(slot)
+        self.wake()
 
     # ---- what comes back
 

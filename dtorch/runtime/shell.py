@@ -101,6 +101,7 @@ class ControllerThread:
         self._over = False  # nothing will finish any more
         self.loop: asyncio.AbstractEventLoop = _new_loop()
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
+        self._launcher.start()  # before there is a thread, so that this process may be forked
         self._thread.start()
         self._ready.wait()
         if self._fault is not None:
@@ -177,7 +178,6 @@ class ControllerThread:
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
         self._all_gone = asyncio.Event()
-        self._launcher.start()
         self._launcher.attach(self.loop, self._exited, self._could_not_start)
         try:
             routes = self._store.routes()

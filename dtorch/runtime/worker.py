@@ -83,12 +83,14 @@ class Worker:
         match message:
             case Batch():
                 self._batch(message)
-            case Define(session, meshes, definitions):
+            case Define(session, meshes, definitions, programs):
                 executor = self._session(session)
                 for mesh in meshes:
                     executor.add_mesh(mesh)
                 for definition in definitions:
                     executor.add_definition(definition)
+                for program in programs:
+                    executor.add_program(program)
             case Forget(session, sig):
                 self._session(session).forget(sig)
             case Seed(_, seed):
@@ -98,9 +100,9 @@ class Worker:
                 self._send(RandomState(session, ticket, states))
             case RandomState(_, _, states):
                 torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
-            case AskStatistics(session, ticket, reset_peak):
+            case AskStatistics(session, ticket, wants_memory, reset_peak):
                 executor = self._session(session)
-                memory = executor.memory.report(self.device_of, reset_peak)
+                memory = executor.memory.report(self.device_of, reset_peak) if wants_memory else ()
                 self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
             case Stop():
                 self.stopped = True

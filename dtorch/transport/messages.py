@@ -51,6 +51,23 @@ class Definition(msgspec.Struct, frozen=True):
     params: dict[str, Any] = {}  # what the kernel wants to know besides
 
 
+class Program(msgspec.Struct, frozen=True):
+    """Calls that replay as one call of signature ``sig``, whose definition has kernel "program".
+
+    The calls of ``body`` name registers in place of slots. A register that is neither an input nor captured is written by
+    a call before it is read.
+    """
+
+    sig: int
+    meshes: tuple[int, ...]  # meshes that its calls touch
+    body: bytes  # msgpack of [calls, [[mesh, registers that hold intermediate results], ...]]
+    num_registers: int
+    inputs: tuple[int, ...]  # registers filled from the call's input slots
+    outputs: tuple[int, ...]  # registers that go to the call's output slots
+    captured: tuple[tuple[int, int], ...]  # (register, slot): tensors used by reference
+    kept: tuple[tuple[int, int], ...]  # (register, slot): tensors that the function leaves behind, such as caches
+
+
 class SharedBlob(msgspec.Struct, frozen=True, tag="shm"):
     """Bytes in an anonymous shared-memory segment of another process on this host."""
 
@@ -90,6 +107,7 @@ class Define(msgspec.Struct, frozen=True, tag="define"):
     session: int
     meshes: tuple[MeshInfo, ...]
     definitions: tuple[Definition, ...]
+    programs: tuple[Program, ...] = ()
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
@@ -118,6 +136,7 @@ class Seed(msgspec.Struct, frozen=True, tag="seed"):
 class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
     session: int
     ticket: int
+    memory: bool  # tell about memory too, which from then on is watched op by op on CPU devices
     reset_peak: bool
 
 

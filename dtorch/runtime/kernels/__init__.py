@@ -133,7 +133,7 @@ def local(site: Site) -> Callable[..., Any]:
 
 @kernel("view")
 def view(site: Site) -> Callable[..., Any]:
-    """A regrouping of dims to the local shape of the output."""
+    """A regrouping of dims to the local shape of the output. Where the whole would be copied, the piece is copied too."""
     shape = site.local_shape(site.definition.outputs[0])
     if not site.params.get("copy"):
         return lambda x: x.reshape(shape)
@@ -145,5 +145,5 @@ def view(site: Site) -> Callable[..., Any]:
     return run
 
 
-from dtorch.runtime.kernels import data, random, reduce, redistribute  # noqa: E402, F401  (they register themselves)
+from dtorch.runtime.kernels import conv, data, gathered, loss, norm, random, reduce, redistribute, sort  # noqa: E402, F401  (they register themselves)
 from dtorch.runtime.kernels import index, remap, shape  # noqa: E402, F401
