@@ -46,8 +46,8 @@ from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
 
-MAX_PLANS = 512
-"""Compiled plans kept; the oldest go first."""
+MAX_PLANNED_CALLS = 32 * 1024
+"""Calls in all compiled plans kept (about 0.7 KiB each); the oldest plans go first."""
 
 
 class Poison:
@@ -123,6 +123,7 @@ class Executor:
         self._root = self.stores  # the stores themselves, also while a program has put registers in their place
         self._place_index: dict[Place, int] = {}
         self._plans: dict[bytes, Plan] = {}
+        self._planned_calls = 0
         self._num_errors = 0
         self._seq = 0
         self._uploads: list[torch.Tensor] = []
@@ -152,6 +153,7 @@ class Executor:
             for sig in [s for s in table if s < below]:
                 del table[sig]
         self._plans.clear()
+        self._planned_calls = 0
 
     def _bind(self, definition: Definition) -> Bound | None:
         """What this worker runs for a definition; None when it has no part in it."""
@@ -217,8 +219,9 @@ class Executor:
             return found
         self.counters["plan_misses"] += 1
         made = self._compile(body)
-        if len(self._plans) >= MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
+        self._planned_calls += made.num_calls + 1
+        while self._planned_calls > MAX_PLANNED_CALLS and self._plans:
+            self._planned_calls -= self._plans.pop(next(iter(self._plans))).num_calls + 1
         self._plans[body] = made
         return made
 
