@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MAX_PLANNED_CALLS = 32 * 1024
 """Calls in all compiled plans kept (about 0.7 KiB each); the oldest plans go first."""
+MAX_BODIES_SEEN = 4096
+"""Hashes of bodies that were met once. Only a body that comes again is worth a kept plan."""
 
 
 class Poison:
@@ -124,6 +126,7 @@ class Executor:
         self._place_index: dict[Place, int] = {}
         self._plans: dict[bytes, Plan] = {}
         self._planned_calls = 0
+        self._bodies_seen: dict[int, None] = {}
         self._num_errors = 0
         self._seq = 0
         self._uploads: list[torch.Tensor] = []
@@ -219,6 +222,12 @@ class Executor:
             return found
         self.counters["plan_misses"] += 1
         made = self._compile(body)
+        key = hash(body)
+        if key not in self._bodies_seen:
+            if len(self._bodies_seen) >= MAX_BODIES_SEEN:
+                del self._bodies_seen[next(iter(self._bodies_seen))]
+            self._bodies_seen[key] = None
+            return made
         self._planned_calls += made.num_calls + 1
         while self._planned_calls > MAX_PLANNED_CALLS and self._plans:
             self._planned_calls -= self._plans.pop(next(iter(self._plans))).num_calls + 1
