@@ -30,8 +30,15 @@ FROM_WORKER: list[m.FromWorker] = [
     m.Hello(m.PROTOCOL_VERSION, 0, 4242),
     m.Done(1, 9, 123456789),
     m.Failure(1, 9, -1, 2, 3, "cpu:0", "IndexError", "out of range", "Traceback"),
-    m.Value(1, 5, 0, (m.Piece(0, (2, 2), "float32", b"\0" * 16), m.Piece(1, (), "bool", None)), None),
-    m.Value(1, 5, 0, (), 2),
+    m.Done(
+        1,
+        9,
+        5,
+        (
+            m.Value(1, 5, 0, (m.Piece(0, (2, 2), "float32", b"\0" * 16), m.Piece(1, (), "bool", None)), None),
+            m.Value(1, 6, 0, (), 2),
+        ),
+    ),
     m.Statistics(1, 2, 0, (m.DeviceMemory("cpu", 0, 1, 2, 3),), {"batches": 4}),
 ]
 

@@ -162,9 +162,9 @@ def test_a_value_is_settled_when_all_parts_are_here() -> None:
     machine = apart()
     machine.handle(batch(2, 1, fetches=(fetch(9, 1),)))
     one, two = Value(1, 9, 1, ()), Value(1, 9, 2, ())
-    assert machine.handle(Received(1, one)) == []
-    assert machine.handle(Received(2, two)) == [Settled(9, (one, two), None)]
-    assert machine.handle(Received(2, two)) == []
+    assert machine.handle(Received(1, Done(1, 2, 0, (one,)))) == []
+    assert machine.handle(Received(2, Done(1, 2, 0, (two,)))) == [Settled(9, (one, two), None), Finished(2)]
+    assert machine.handle(Received(2, Done(1, 2, 0, (two,)))) == []
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_poisoned_value_names_the_failure_where_it_happened(
 ) -> None:
     machine = apart()
     machine.handle(batch(2, 1, fetches=(fetch(9, 1),)))
-    machine.handle(Received(1, Value(1, 9, 1, (), errors[0])))
-    (settled,) = machine.handle(Received(2, Value(1, 9, 2, (), errors[1])))
+    machine.handle(Received(1, Done(1, 2, 0, (Value(1, 9, 1, (), errors[0]),))))
+    settled, _ = machine.handle(Received(2, Done(1, 2, 0, (Value(1, 9, 2, (), errors[1]),))))
     assert isinstance(settled, Settled)
     assert settled.error == expected
 
@@ -283,7 +283,7 @@ def test_the_echo_of_a_lost_worker_is_not_taken_for_the_cause() -> None:
     machine.handle(batch(2, 1, fetches=(fetch(9, 1),)))
     echo = failure(kind="ConnectionLostError", text="connection reset")
     assert machine.handle(Received(1, echo)) == [Suspect(1, "connection reset")]
-    assert machine.handle(Received(1, Value(1, 9, 1, (), 0))) == []
+    assert machine.handle(Received(1, Done(1, 2, 0, (Value(1, 9, 1, (), 0),)))) == []
     assert machine.handle(Received(1, failure(error=1))) == []
     assert machine.handle(Exited(2, "killed by SIGKILL")) == [Lost(2, "killed by SIGKILL")]
 

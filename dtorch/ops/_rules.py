@@ -146,7 +146,7 @@ def contraction(labels: Labels) -> Rule:
         sigs = []
         for letter in sorted(sizes, key=lambda c: out.find(c) if c in out else 99):
             contracted = letter not in out
-            codes = []
+            codes: list[int] = []
             for i, (text, tensor) in enumerate(zip(ins, call.tensors, strict=True)):
                 if text.count(letter) > 1:
                     codes = []

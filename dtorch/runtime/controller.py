@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing_extensions import assert_never
 
 import msgspec
 
@@ -376,17 +376,17 @@ class Controller:
 
     def _received(self, worker: int, message: FromWorker) -> list[Instruction]:
         match message:
-            case Done(_, seq, _):
+            case Done(_, seq, _, values):
+                out: list[Instruction] = []
+                for value in values:
+                    out += self._value(worker, value.ticket, value)
                 running = self._running.get(seq)
-                if running is None:
-                    return []
-                running.discard(worker)
-                if running:
-                    return []
-                del self._running[seq]
-                return [Finished(seq)]
-            case Value(_, ticket, _, _, _):
-                return self._value(worker, ticket, message)
+                if running is not None:
+                    running.discard(worker)
+                    if not running:
+                        del self._running[seq]
+                        out.append(Finished(seq))
+                return out
             case Failure():
                 return self._failure(worker, message)
             case Statistics(_, ticket, _, _, _):

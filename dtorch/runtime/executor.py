@@ -127,6 +127,7 @@ class Executor:
         self._plans: dict[bytes, Plan] = {}
         self._planned_calls = 0
         self._bodies_seen: dict[int, None] = {}
+        self._planned_calls = 0
         self._num_errors = 0
         self._seq = 0
         self._uploads: list[torch.Tensor] = []
@@ -156,6 +157,7 @@ class Executor:
             for sig in [s for s in table if s < below]:
                 del table[sig]
         self._plans.clear()
+        self._planned_calls = 0
         self._planned_calls = 0
 
     def _bind(self, definition: Definition) -> Bound | None:

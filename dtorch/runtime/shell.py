@@ -7,7 +7,9 @@ import logging
 import secrets
 import threading
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol
+
+from typing_extensions import assert_never
 
 from dtorch.runtime.controller import (
     Closing,
@@ -91,6 +93,10 @@ class ControllerThread:
         self._start_timeout_s = start_timeout_s
         self._num_submitted = 0  # changed by submit only, one thread at a time
         self._num_finished = 0  # changed by this thread only
+        # The controller is entered by one thread at a time, and frames leave in the order of its decisions. Nothing that
+        # calls the listener may hold it: the listener's locks are taken before it in the client's threads.
+        self._turn = threading.Lock()
+        self._num_waiting = 0  # events and instructions on their way to the loop's thread; guarded by _turn
         self._room = threading.Condition()
         self._timer: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Event | None = None
@@ -114,11 +120,45 @@ class ControllerThread:
         self.post(Submitted(batch))
 
     def post(self, event: Event) -> None:
-        """Hand an event over, in order."""
-        try:
-            self.loop.call_soon_threadsafe(self._handle, event)
-        except RuntimeError as error:
-            raise ConnectionLostError("the controller has ended") from error
+        """Tell the controller of an event, in order.
+
+        The caller's own thread decides and sends, when nothing waits and the sockets take it: two wake-ups less than
+        through the loop. What cannot be done here is handed to the loop's thread.
+        """
+        with self._turn:
+            later: list[Instruction] | None = None
+            if not self._num_waiting and not self._over:
+                try:
+                    later = self._controller.handle(event)
+                except Exception as error:
+                    self.loop.call_soon_threadsafe(self._fail, error)
+                    return
+                while later and isinstance(later[0], Send):
+                    link = self._links.get(later[0].worker)
+                    if link is not None and not link.send_from_thread(later[0].frame):
+                        break
+                    later.pop(0)
+                if not later:
+                    return
+            self._num_waiting += 1
+            try:
+                if later is None:
+                    self.loop.call_soon_threadsafe(self._handle_waiting, event)
+                else:
+                    self.loop.call_soon_threadsafe(self._perform_waiting, later)
+            except RuntimeError as error:
+                raise ConnectionLostError("the controller has ended") from error
+
+    def _handle_waiting(self, event: Event) -> None:
+        with self._turn:
+            self._num_waiting -= 1
+        self._handle(event)
+
+    def _perform_waiting(self, instructions: list[Instruction]) -> None:
+        with self._turn:
+            self._num_waiting -= 1
+            rest = self._send(instructions)
+        self._perform(rest)
 
     def request_flush(self, delay_s: float) -> None:
         try:
@@ -194,7 +234,7 @@ class ControllerThread:
                 )
             self._ready.set()
             await self._stopping.wait()
-            self._perform(self._controller.handle(Closing()))
+            self._handle(Closing())
             if not self._lost and self._controller.workers:
                 try:
                     await asyncio.wait_for(self._all_gone.wait(), 1.5)
@@ -217,7 +257,9 @@ class ControllerThread:
     def _handle(self, event: Event) -> None:
         """Perform what the controller decides. An error in here is ours: it ends the session, so nobody waits on."""
         try:
-            self._perform(self._controller.handle(event))
+            with self._turn:
+                rest = self._send(self._controller.handle(event))
+            self._perform(rest)
         except Exception as error:
             logger.debug("the controller failed", exc_info=True)
             self._fail(error)
@@ -228,16 +270,26 @@ class ControllerThread:
         self._end_waiting()
         self._begin_stop()
 
+    def _send(self, instructions: list[Instruction]) -> list[Instruction]:
+        """Perform what sends, within the turn so that frames keep the order of decisions; the answer is the rest."""
+        rest: list[Instruction] = []
+        for instruction in instructions:
+            if not isinstance(instruction, Send):
+                rest.append(instruction)
+                continue
+            link = self._links.get(instruction.worker)
+            if link is not None:
+                try:
+                    link.send_nowait(instruction.frame)
+                except ConnectionLostError as error:
+                    logger.debug("worker %d: %s", instruction.worker, error)
+        return rest
+
     def _perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Send(worker, frame):
-                    link = self._links.get(worker)
-                    if link is not None:
-                        try:
-                            link.send_nowait(frame)
-                        except ConnectionLostError as error:
-                            logger.debug("worker %d: %s", worker, error)
+                case Send():
+                    raise AssertionError("sends are performed within the turn")
                 case Finished(seq):
                     self._listener.finished(seq)
                     self._num_finished += 1
@@ -291,7 +343,10 @@ class ControllerThread:
         receive, decode = link.receive, codec.decode_from_worker
         while (frame := await receive()) is not None:
             try:
-                self._perform(self._controller.handle(Received(worker, decode(frame))))
+                message = decode(frame)
+                with self._turn:
+                    rest = self._send(self._controller.handle(Received(worker, message)))
+                self._perform(rest)
             except ProtocolError as error:
                 self._exited(worker, f"it sent what cannot be right: {error}")
                 break
@@ -305,7 +360,7 @@ class ControllerThread:
             self.loop.call_later(0.5, self._exited, worker, "its connection closed")
 
     def _exited(self, worker: int, reason: str) -> None:
-        self._perform(self._controller.handle(Exited(worker, reason)))
+        self._handle(Exited(worker, reason))
         if not self._controller.workers and self._all_gone is not None:
             self._all_gone.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, assert_never
@@ -116,27 +117,26 @@ class Worker:
         executor = self._session(batch.session)
         uploads = [_bytes_of(blob) for blob in batch.uploads]
         executor.run(batch.seq, batch.body, uploads)
-        for fetch in batch.fetches:
-            self._fetch(executor, fetch)
-        self._send(Done(batch.session, batch.seq, time.perf_counter_ns() - started))
+        values: tuple[Value, ...] = ()
+        if batch.fetches:
+            values = tuple(value for f in batch.fetches if (value := self._fetch(executor, f)) is not None)
+        self._send(Done(batch.session, batch.seq, time.perf_counter_ns() - started, values))
 
-    def _fetch(self, executor: Executor, fetch: Fetch) -> None:
+    def _fetch(self, executor: Executor, fetch: Fetch) -> Value | None:
         mesh = executor.meshes[fetch.mesh]
         held = [(d, executor.held(fetch.slot, (mesh.kind, d))) for d in mesh.devices if executor.hosts((mesh.kind, d))]
         if not held:
-            return
+            return None
         poison = next((value for _, value in held if type(value) is Poison), None)
         if poison is not None:
-            self._send(Value(executor.session, fetch.ticket, self.number, (), poison.error))
-            return
+            return Value(executor.session, fetch.ticket, self.number, (), poison.error)
         try:
             pieces = self._pieces(executor, fetch, held)
         except Exception as error:
             # Such as no memory for the copy. The tensor itself is unharmed.
             failure = executor._fail(-1, (mesh.kind, held[0][0]), error)
-            self._send(Value(executor.session, fetch.ticket, self.number, (), failure.error))
-            return
-        self._send(Value(executor.session, fetch.ticket, self.number, tuple(pieces)))
+            return Value(executor.session, fetch.ticket, self.number, (), failure.error)
+        return Value(executor.session, fetch.ticket, self.number, tuple(pieces))
 
     def _pieces(self, executor: Executor, fetch: Fetch, held: list[tuple[int, torch.Tensor]]) -> list[Piece]:
         mesh = executor.meshes[fetch.mesh]
@@ -171,8 +171,7 @@ def _bytes_of(blob: Blob | SharedBlob) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    """The elements, row-major."""
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    if not tensor.numel():
-        return b""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # dims of one element keep strides of their own
-    return flat.view(torch.uint8).numpy().tobytes()
+    size = tensor.numel() * tensor.element_size()
+    return ctypes.string_at(tensor.data_ptr(), size) if size else b""

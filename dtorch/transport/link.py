@@ -18,6 +18,8 @@ import asyncio
 import hmac
 import logging
 import os
+import socket
+import threading
 import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
@@ -65,6 +67,13 @@ class Link(abc.ABC):
             ConnectionLostError: this end is closed or known to be cut. A cut may also show first in ``receive``.
         """
 
+    def send_from_thread(self, frame: bytes) -> bool:
+        """Send one frame from any thread, if it can go out at once; False: nothing was sent, use the loop's thread.
+
+        Frames sent in both ways keep their order as long as the caller lets only one at a time happen.
+        """
+        return False
+
     @abc.abstractmethod
     async def wait_sent(self) -> None:
         """Wait until ``pending_bytes`` is 0 or the link has ended."""
@@ -100,14 +109,63 @@ class WebSocketLink(Link):
         self._flusher: asyncio.Task[None] | None = None
         self._closed = False
         self.close_code: int = 0
+        # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._direct: socket.socket | None = None
+        self._rest = b""  # what a direct write left over of its frame; goes out before anything else
+        self._write_lock = threading.Lock()
+        if isinstance(ws, web.WebSocketResponse):
+            self._open_direct(ws)
 
     @property
     def pending_bytes(self) -> int:
         return self._pending
 
+    def _open_direct(self, ws: web.WebSocketResponse) -> None:
+        """Frames of a server are not masked, so without TLS they can be written past aiohttp."""
+        plain = ws.get_extra_info("socket")
+        if plain is None or ws.get_extra_info("sslcontext") is not None:
+            return
+        self._transport = ws._req.transport if ws._req is not None else None
+        if self._transport is not None:
+            self._direct = socket.socket(fileno=os.dup(plain.fileno()))
+            self._direct.setblocking(False)
+
+    def send_from_thread(self, frame: bytes) -> bool:
+        with self._write_lock:
+            direct = self._direct
+            if direct is None or self._closed or self._flusher is not None or self._rest:
+                return False
+            if self._transport.get_write_buffer_size():
+                return False
+            size = len(frame)
+            if size < 126:
+                head = bytes((0x82, size))
+            elif size < 1 << 16:
+                head = b"\x82\x7e" + size.to_bytes(2, "big")
+            else:
+                head = b"\x82\x7f" + size.to_bytes(8, "big")
+            try:
+                sent = direct.sendmsg((head, frame))
+            except OSError:  # full, or cut: the loop's thread finds out which
+                return False
+            if sent < len(head) + size:
+                self._rest = (head + frame)[sent:]
+                self._loop.call_soon_threadsafe(self._send_rest)
+            return True
+
+    def _send_rest(self) -> None:
+        with self._write_lock:
+            if self._rest and not self._transport.is_closing():
+                self._transport.write(self._rest)
+            self._rest = b""
+
     def send_nowait(self, frame: bytes) -> None:
         if self._closed:
             raise ConnectionLostError(self.reason or "the link is closed")
+        if self._rest:
+            self._send_rest()
         if self._flusher is not None:
             self._queue.append(frame)
             self._pending += len(frame)
@@ -164,7 +222,13 @@ class WebSocketLink(Link):
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         if self._closed and self._ws.closed and self._release is None:
             return
-        self._closed = True
+        with self._write_lock:
+            self._closed = True
+            if self._direct is not None:
+                self._direct.close()
+                self._direct = None
+        if self._rest:
+            self._send_rest()
         self.reason = self.reason or reason
         release, self._release = self._release, None
         try:
@@ -186,14 +250,14 @@ class WebSocketLink(Link):
 
     def _abort(self) -> None:
         """Drop a connection whose peer does not read."""
-        socket = self._ws.get_extra_info("socket")
-        if socket is not None:
-            _shutdown(socket)
+        connection = self._ws.get_extra_info("socket")
+        if connection is not None:
+            _shutdown(connection)
 
 
-def _shutdown(socket: Any) -> None:
+def _shutdown(connection: Any) -> None:
     try:
-        socket.shutdown(2)  # both ways
+        connection.shutdown(2)  # both ways
     except OSError as error:
         logger.debug("the connection was gone already: %s", error)
 

@@ -168,12 +168,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    session: int
-    seq: int
-    busy_ns: int
-
-
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """Call ``index`` of batch ``seq`` raised on this worker. ``index`` -1: not one call's fault."""
 
@@ -195,12 +189,23 @@ class Piece(msgspec.Struct, frozen=True):
     data: bytes | None  # None: written into the segment that the fetch named
 
 
-class Value(msgspec.Struct, frozen=True, tag="value"):
+class Value(msgspec.Struct, frozen=True):
+    """This worker's part of the answer to a fetch."""
+
     session: int
     ticket: int
     worker: int
     pieces: tuple[Piece, ...]
     error: int | None = None  # the slot is poisoned by this failure of this worker
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A batch was executed. What it fetched comes along, so that an op and its value cost one answer."""
+
+    session: int
+    seq: int
+    busy_ns: int
+    values: tuple[Value, ...] = ()  # one a fetch of which this worker hosts a part
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -220,4 +225,4 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
 
 
 ToWorker = Welcome | Define | Batch | Forget | Seed | AskStatistics | AskRandomState | RandomState | Stop
-FromWorker = Hello | Done | Failure | Value | Statistics | RandomState
+FromWorker = Hello | Done | Failure | Statistics | RandomState
