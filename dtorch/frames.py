@@ -8,7 +8,8 @@ from types import CodeType, FrameType
 import torch
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
-_inside: dict[str, bool] = {}
+INSIDE: dict[str, bool] = {}
+"""File name -> whether it is torch's or dtorch's."""
 
 
 def source(frame: FrameType | None) -> tuple[CodeType | None, int]:
@@ -16,9 +17,9 @@ def source(frame: FrameType | None) -> tuple[CodeType | None, int]:
     first = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        inside = _inside.get(name)
+        inside = INSIDE.get(name)
         if inside is None:
-            inside = _inside[name] = name.startswith(_LIBRARIES)
+            inside = INSIDE[name] = name.startswith(_LIBRARIES)
         if not inside:
             return frame.f_code, frame.f_lasti
         frame = frame.f_back

@@ -7,6 +7,7 @@ with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -401,8 +402,13 @@ class Tensor(TensorFuture):
         op = TORCH.get(func)
         if op is None:
             return missing(func, args, kwargs or {})
+        record = getattr(op, "record", None)
+        if record is not None:
+            return record(args, kwargs or _NONE, _getframe(1))
         return op(*args, **kwargs) if kwargs else op(*args)
 
+
+_NONE: dict[str, Any] = {}
 
 TORCH: dict[Any, Callable[..., Any]] = {}
 """torch function -> what records it; filled by the op table."""

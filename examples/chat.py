@@ -191,7 +191,9 @@ async def main() -> None:
 
         await answer(args, plain, plain.load_llama())
     else:
-        await answer(args, importlib.import_module("dtorch"), importlib.import_module("llama"))
+        dtorch = importlib.import_module("dtorch")
+        dtorch.init()  # the workers start while the weights are read
+        await answer(args, dtorch, importlib.import_module("llama"))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def op_method(op: Op, name: str) -> Callable[..., Any]:
     record = op.record
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return record((self, *args), kwargs)
+        return record((self, *args), kwargs, _getframe(1))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = op.__doc__
@@ -62,7 +62,7 @@ def binary(op: Op) -> Callable[[Tensor, Any], Any]:
         except (KeyError, IndexError):
             sig = None
         if sig is None:
-            return record((self, other), {})
+            return record((self, other), {}, _getframe(1))
         out = _new(tensor)
         out._spec = sig.spec
         out._slot = slot
@@ -75,7 +75,7 @@ def unary(op: Op) -> Callable[[Tensor], Any]:
     record = op.record
 
     def call(self: Tensor) -> Any:
-        return record((self,), {})
+        return record((self,), {}, _getframe(1))
 
     return call
 

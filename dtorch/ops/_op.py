@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from sys import _getframe
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from dtorch import policy
-from dtorch.frames import source
+from dtorch.frames import INSIDE, source
 from dtorch.future import TensorFuture
 from dtorch.ops._call import Call, Result, Rule, TensorArg
 from dtorch.ops._choose import Fit, Verify, fit, repair
@@ -93,48 +93,52 @@ class Op:
     # ---- recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.record(args, kwargs)
+        return self.record(args, kwargs, _getframe(1))
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one call; the result is known by shape, its value comes later."""
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None) -> Any:
+        """Record one call; the result is known by shape, its value comes later.
+
+        Args:
+            frame: of the caller, from which the user's line is found.
+        """
         key: list[Any] = []
         ins: list[int] = []
         nums: list[Any] = []
-        add = key.append
         numbers = self.numbers
+        all_numbers = numbers is True
         for position, a in enumerate(args):
             t = type(a)
             if t is Tensor:
-                add(a._spec)
+                key.append(a._spec)
                 ins.append(a._slot)
-            elif t is float or t is int:
-                add(t)
-                if numbers is True or (numbers and position in numbers):
+            elif t is int or t is float:
+                key.append(t)
+                if all_numbers or (numbers and position in numbers):
                     nums.append(a)
                 else:
-                    add(a)
+                    key.append(a)
             elif t in _ATOMS:
-                add(a)
+                key.append(a)
             elif not _key(a, key, ins):
                 return self._convert(args, kwargs)
         if kwargs:
             if "out" in kwargs:
                 return self._out(args, kwargs)
             for name, a in kwargs.items():
-                add(_NAMED)
-                add(name)
+                key.append(_NAMED)
+                key.append(name)
                 t = type(a)
                 if t is Tensor:
-                    add(a._spec)
+                    key.append(a._spec)
                     ins.append(a._slot)
-                elif t is float or t is int:
-                    add(t)
-                    if numbers is True or (numbers and name in numbers):
+                elif t is int or t is float:
+                    key.append(t)
+                    if all_numbers or (numbers and name in numbers):
                         nums.append(a)
                     else:
-                        add(a)
-                elif t in _ATOMS:
-                    add(a)
+                        key.append(a)
+                elif t in _ATOMS or t is bool:
+                    key.append(a)
                 elif not _key(a, key, ins):
                     return self._convert(args, kwargs)
         sig = self.cache.get(tuple(key))
@@ -142,11 +146,25 @@ class Op:
             done, sig = self._define(args, kwargs, tuple(key))
             if done is not None:
                 return done[0]
-        if sig.links is not None:
-            made = self.emit(sig, ins, nums, source(_getframe(1)), args)
-            tensors = _tensors_of((args, kwargs))
-            return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
-        return self.emit(sig, ins, nums, source(_getframe(1)), args)
+        if frame is None:
+            frame = _getframe(1)
+        code = frame.f_code
+        at = (code, frame.f_lasti) if INSIDE.get(code.co_filename) is False else source(frame)
+        if sig.shape != ONE or nums or sig.recorder.is_sync:
+            made = self.emit(sig, ins, nums, at, args)
+            if sig.links is not None:
+                tensors = _tensors_of((args, kwargs))
+                return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
+            return made
+        try:
+            slot = sig.take()
+        except IndexError:
+            slot = sig.recorder.grant()
+        sig.put(((sig.id, slot, *ins), *at))
+        out = _new(Tensor)
+        out._spec = sig.spec
+        out._slot = slot
+        return out
 
     def emit(
         self, sig: Signature, ins: list[int], nums: list[Any], at: tuple[CodeType | None, int], args: tuple[Any, ...]

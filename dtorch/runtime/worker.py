@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import assert_never
 
 from dtorch.runtime.comm import Place
 from dtorch.runtime.executor import Executor, Poison
