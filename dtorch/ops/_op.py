@@ -314,10 +314,8 @@ class Op:
                     moved_args, moved_kwargs = _with_tensors((args, kwargs), moved)
                     made = self.record(moved_args, moved_kwargs)
                     if self.writes is None:
-                        bases = [
-                            None if o.alias is None or wanted[o.alias] == tensors[o.alias]._spec.codes else tensors[o.alias]
-                            for o in call.outputs
-                        ]
+                        moves = [t._spec.codes != codes for t, codes in zip(tensors, wanted, strict=True)]
+                        bases = [None if o.alias is None or not moves[o.alias] else tensors[o.alias] for o in call.outputs]
                         if any(b is not None for b in bases):
                             attach(self, made, args, kwargs, bases)
                     return (made,), None  # type: ignore[return-value]
@@ -335,7 +333,8 @@ class Op:
     ) -> tuple[Call, tuple[Any, ...], dict[str, Any], Callable[[list[Any]], Any] | None]:
         """Shapes and dtypes of the outputs by torch's own meta functions; raises what torch raises."""
         infos = [
-            TensorArg(i, tuple(t._spec.shape), t._spec.dtype, t._spec.codes, t._spec.stride) for i, t in enumerate(tensors)
+            TensorArg(i, tuple(t._spec.shape), t._spec.dtype, t._spec.codes, t._spec.stride)
+            for i, t in enumerate(tensors)
         ]
         index = iter(range(len(tensors)))
         counter = iter(range(1 << 30))
@@ -390,7 +389,8 @@ class Op:
         """Results that torch would make views, but that are copies here, or views of such copies, get a link."""
         real = found.kernel in VIEW_KERNELS
         linked = [
-            o.alias if o.alias is not None and (not real or tensors[o.alias]._spec.link) else None for o in call.outputs
+            o.alias if o.alias is not None and (not real or tensors[o.alias]._spec.link) else None
+            for o in call.outputs
         ]
         if all(i is None for i in linked):
             return
