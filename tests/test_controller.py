@@ -235,6 +235,15 @@ def test_a_late_worker_takes_over_the_generators_of_another_one() -> None:
         machine.handle(Received(1, state))
 
 
+def test_a_known_random_op_counts_as_drawn_after_a_seed() -> None:
+    machine = apart()
+    machine.handle(batch(2, 9, definitions=(definition(9, 1, random=True),)))
+    machine.handle(Sent(Seed(1, 42)))
+    machine.handle(batch(3, 9))
+    out = machine.handle(batch(4, meshes=(mesh(4, 2),)))
+    assert [message for message in sent(out, 1) if isinstance(message, AskRandomState)]
+
+
 def test_the_state_may_arrive_before_the_late_worker_joins() -> None:
     machine = apart()
     machine.handle(batch(2, 9, definitions=(definition(9, 1, random=True),)))

@@ -269,6 +269,8 @@ class Controller:
                     self._signature_mesh[program.sig] = program.meshes
             define = Define(self.session, tuple(meshes_made), batch.definitions, batch.programs)
             out += self._broadcast(encode(define), everyone)
+        if not self._drawn:
+            self._drawn = not all(map(self._signature_mesh.__getitem__, batch.signatures))
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
         for fetch in batch.fetches:
@@ -281,7 +283,6 @@ class Controller:
 
     def _meshes_of(self, definition: Definition) -> tuple[int, ...]:
         if definition.params.get("random"):
-            self._drawn = True
             return ()
         layouts = (*definition.inputs, *definition.outputs)
         return tuple(sorted({layout.mesh for layout in layouts}))
