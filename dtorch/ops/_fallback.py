@@ -42,7 +42,7 @@ _WORDS = """
     _nnz quantize_per_tensor quantize_per_channel multi_head_attention_forward rrelu_ get_device_module
     native_dropout lstm gru rnn_tanh rnn_relu dropout fractional_max_pool2d fractional_max_pool2d_with_indices
     fractional_max_pool3d fractional_max_pool3d_with_indices _fused_dropout _standard_gamma _sample_dirichlet
-    _dirichlet_grad
+    _dirichlet_grad pca_lowrank svd_lowrank lobpcg int_repr dequantize lu_unpack_ choose_qparams_optimized
 """
 
 _REFUSED = frozenset(_WORDS.split())
@@ -50,7 +50,9 @@ _REFUSED = frozenset(_WORDS.split())
 
 
 def _allowed(name: str) -> bool:
-    return name not in _REFUSED and not name.startswith("_") and "sparse" not in name and "quantize" not in name
+    if name in _REFUSED or name.startswith(("_", "sym_", "q_", "fbgemm_", "miopen_", "mkldnn_", "cudnn_")):
+        return False
+    return "sparse" not in name and "quantize" not in name
 
 
 @lru_cache(maxsize=1)
@@ -147,6 +149,27 @@ def _resolve_generic(name: str) -> Callable[..., Any]:
         raise KeyError(name)
     return op.fn
 
+
+def _query(name: str, answer: Callable[..., Any]) -> None:
+    """A question about a tensor that is answered here, without its value."""
+    for holder in (torch, torch.Tensor):
+        fn = getattr(holder, name, None)
+        if fn is not None:
+            TORCH.setdefault(fn, answer)
+    if not hasattr(Tensor, name):
+        setattr(Tensor, name, answer)
+
+
+_query("is_complex", lambda x: x.dtype.is_complex)
+_query("is_floating_point", lambda x: x.dtype.is_floating_point)
+_query("is_signed", lambda x: x.dtype.is_signed)
+_query("numel", lambda x: x.numel())
+_query("is_nonzero", lambda x: bool(x))
+_query("is_same_size", lambda x, other: x.shape == other.shape)
+_query("is_inference", lambda x: False)
+_query("is_distributed", lambda x: False)
+_query("is_conj", lambda x: bool(x._spec.meta.is_conj()))
+_query("is_neg", lambda x: bool(x._spec.meta.is_neg()))
 
 Tensor.__getattr__ = _missing_attribute  # type: ignore[method-assign]
 table.unknown = _resolve_generic
