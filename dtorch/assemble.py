@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -10,8 +11,9 @@ from dtorch.runtime.comm import fold
 from dtorch.runtime.layout import Box, box, coords, is_partial, local_shape, partial_op, slices
 
 
+@lru_cache(maxsize=4096)
 def providers(
-    shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...], devices: Sequence[int]
+    shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...], devices: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Devices whose pieces make the value: one holder of every distinct, non-empty box (all summands where pending)."""
     chosen: dict[tuple[Box, tuple[int, ...]], int] = {}

@@ -8,6 +8,7 @@ import linecache
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import warnings
@@ -178,12 +179,13 @@ class Session:
         return known
 
     def _check_devices(self, mesh: DeviceMesh) -> None:
-        kind = self._virtual.get(mesh.device_type, mesh.device_type)
+        kind, _, only = self._virtual.get(mesh.device_type, mesh.device_type).partition(":")
         if kind == "cuda":
             have = torch.cuda.device_count()
-            if max(mesh.devices) >= have:
+            highest = int(only) if only else max(mesh.devices)
+            if highest >= have:
                 raise MeshError(
-                    f"{mesh} needs CUDA device {max(mesh.devices)}, this machine has {have} CUDA "
+                    f"{mesh} needs CUDA device {highest}, this machine has {have} CUDA "
                     f"device{'' if have == 1 else 's'}. To develop without them: "
                     "dtorch.init(virtual={'cuda': 'cpu'}) or DTORCH_VIRTUAL=cuda=cpu"
                 )
@@ -669,7 +671,8 @@ def init(
     Args:
         workers: "shared" (one process hosts all CPU devices; default) or "per-device" (one process each, gloo between
             them). CUDA devices always have a process each. DTORCH_WORKERS sets the default.
-        virtual: device kinds and what stands for them, such as ``{"cuda": "cpu"}``. DTORCH_VIRTUAL=cuda=cpu sets the
+        virtual: device kinds and what stands for them, such as ``{"cuda": "cpu"}``, or ``{"cuda": "cuda:0"}`` to put all
+            ids onto one GPU. DTORCH_VIRTUAL=cuda=cpu sets the
             default.
         listen: "host" or "host:port" makes the control plane listen on TCP instead of a private unix socket.
         sync: run op by op, so that an op that fails on a worker raises at its own line; slow, for debugging.
@@ -689,8 +692,10 @@ def init(
         text = os.environ.get("DTORCH_VIRTUAL", "")
         virtual = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
     for kind, other in virtual.items():
-        if other not in ("cpu", "cuda"):
-            raise ValueError(f"virtual={{{kind!r}: {other!r}}}: only 'cpu' and 'cuda' can stand for a device kind")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", other):
+            raise ValueError(
+                f"virtual={{{kind!r}: {other!r}}}: 'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
+            )
     if sync is None:
         sync = os.environ.get("DTORCH_SYNC", "") not in ("", "0")
     if num_threads is None:

@@ -48,6 +48,9 @@ def main(args: dict[str, Any]) -> None:
 def _run(args: dict[str, Any], outcome: list[BaseException]) -> None:
     try:
         torch.set_num_threads(int(args["num_threads"]))
+        device = torch.device(dict(args["virtual"]).get(args["kind"], args["kind"]))
+        if device.type == "cuda":
+            torch.cuda.set_device(int(args["device"]) if device.index is None else device.index)
         torch.seed()
         try:
             import uvloop

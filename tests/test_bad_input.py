@@ -332,7 +332,7 @@ async def test_a_value_that_is_awaited_while_the_runtime_shuts_down() -> None:
     ("options", "words"),
     [
         ({"workers": "many"}, "workers must be 'shared' or 'per-device', not 'many'"),
-        ({"virtual": {"cuda": "tpu"}}, "only 'cpu' and 'cuda' can stand for a device kind"),
+        ({"virtual": {"cuda": "tpu"}}, "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"),
         ({"num_threads": 0}, "must be at least 1"),
         ({"start_timeout_s": 0}, "above 0"),
     ],

@@ -122,13 +122,23 @@ class Comm:
         mine: places that this worker hosts.
         host_of: the worker of every place concerned.
         group: the workers concerned, None when this worker hosts all places.
+        device_of: the torch device that stands for a place.
     """
 
-    def __init__(self, mine: Sequence[Place], host_of: dict[Place, int], group: Group | None, me: int) -> None:
+    def __init__(
+        self,
+        mine: Sequence[Place],
+        host_of: dict[Place, int],
+        group: Group | None,
+        me: int,
+        device_of: Callable[[Place], torch.device],
+    ) -> None:
         self._mine = list(mine)
         self._host_of = host_of
         self._group = group
         self._me = me
+        self._device_of = device_of
+        self._through_host = group is not None and not group.takes_cuda
         self.ok = True  # nothing received so far was marked as bad
 
     def perform(self, members: Members, requests: dict[Place, Request], ok: bool) -> dict[Place, Any]:
@@ -175,7 +185,7 @@ class Comm:
         assert self._group is not None
         sends: dict[int, list[torch.Tensor]] = {}
         for _, dst, _, tensor in sorted(remote, key=lambda r: r[:3]):
-            sends.setdefault(self._host_of[dst], []).append(tensor)
+            sends.setdefault(self._host_of[dst], []).append(tensor.cpu() if self._through_host else tensor)
         expected: dict[int, list[tuple[Place, Place, int, tuple[int, ...], torch.dtype]]] = {}
         for dst in self._mine:
             count: dict[Place, int] = {}
@@ -192,7 +202,7 @@ class Comm:
         self.ok = self.ok and good
         for worker, entries in expected.items():
             for (src, dst, _, _, _), tensor in zip(entries, received[worker], strict=True):
-                boxes.setdefault((src, dst), []).append(tensor)
+                boxes.setdefault((src, dst), []).append(tensor.to(self._device_of(dst)))
 
     def _gather(self, members: Members, requests: dict[Place, Gather], ok: bool) -> dict[Place, list[torch.Tensor]]:
         exchanges: dict[Place, Exchange] = {}

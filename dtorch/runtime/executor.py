@@ -202,9 +202,10 @@ class Executor:
             workers = tuple(sorted(set(hosts.values())))
             group = None
             if len(workers) > 1:
-                kinds = {self._device_of(place).type for place in mine}
-                group = self._group(workers, "nccl" if kinds == {"cuda"} and len(infos) == 1 else "gloo")
-            bound.comm = Comm(mine, hosts, group, self.worker)
+                devices = {self._device_of(place) for place in hosts}
+                own_gpus = len(devices) == len(hosts) and {d.type for d in devices} == {"cuda"}
+                group = self._group(workers, "nccl" if own_gpus and len(infos) == 1 else "gloo")
+            bound.comm = Comm(mine, hosts, group, self.worker, self._device_of)
             source = infos[(definition.inputs or definition.outputs)[0].mesh]
             bound.members = Members(source)
         return bound

@@ -22,8 +22,9 @@ from typing import Any
 
 import msgspec
 
+from dtorch.runtime.template import dtype_of
 from dtorch.transport.errors import ProtocolError
-from dtorch.transport.messages import Definition
+from dtorch.transport.messages import Definition, Layout
 
 KILL, UNARY, BINARY, SCALAR, TERNARY, GENERAL = range(6)
 
@@ -125,9 +126,14 @@ def last_uses(steps: Sequence[Step], frees: Sequence[tuple[int, list[int]]]) -> 
         for slot, layout in zip((*step.outs, *step.ins), layouts, strict=True):
             if slot in dying and slot not in seen:
                 seen.add(slot)
-                if math.prod(layout.shape) * 4 >= KILL_BYTES:
+                if size_bytes(layout) >= KILL_BYTES:
                     kills.setdefault(position, []).append(slot)
     return kills
+
+
+def size_bytes(layout: Layout) -> int:
+    """Bytes of the whole tensor, an upper bound for any device's piece."""
+    return math.prod(layout.shape) * dtype_of(layout.dtype).itemsize
 
 
 def instruction(step: Step, fn: Callable[..., Any]) -> tuple[int, tuple[Any, ...]]:

@@ -69,8 +69,8 @@ class Worker:
 
     def device_of(self, place: Place) -> torch.device:
         """The torch device that stands for (kind, id)."""
-        kind = self._virtual.get(place[0], place[0])
-        return torch.device("cpu") if kind == "cpu" else torch.device(kind, place[1])
+        device = torch.device(self._virtual.get(place[0], place[0]))
+        return device if device.type == "cpu" or device.index is not None else torch.device(device.type, place[1])
 
     def _session(self, number: int) -> Executor:
         executor = self._sessions.get(number)
@@ -98,10 +98,14 @@ class Worker:
             case Seed(_, seed):
                 torch.manual_seed(seed)
             case AskRandomState(session, ticket):
-                states = {"cpu": bytes(torch.get_rng_state().numpy().tobytes())}
+                states = {"cpu": _bytes(torch.get_rng_state())}
+                if torch.cuda.is_initialized():
+                    states["cuda"] = _bytes(torch.cuda.get_rng_state())
                 self._send(RandomState(session, ticket, states))
             case RandomState(_, _, states):
                 torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
+                if "cuda" in states and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
             case AskStatistics(session, ticket, wants_memory, reset_peak):
                 executor = self._session(session)
                 memory = executor.memory.report(self.device_of, reset_peak) if wants_memory else ()

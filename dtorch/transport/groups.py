@@ -37,9 +37,11 @@ class Group(Protocol):
 
     Attributes:
         members: worker numbers, in rank order.
+        takes_cuda: tensors on GPUs go through as they are; otherwise only tensors in host memory do.
     """
 
     members: tuple[int, ...]
+    takes_cuda: bool
 
     def exchange(
         self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool
@@ -147,6 +149,8 @@ class GlooGroup(_Members):
         hostname: of the interface to use. Loopback serves one host; None takes what the host's name resolves to.
     """
 
+    takes_cuda = False
+
     def __init__(
         self,
         store: Store,
@@ -249,6 +253,8 @@ class NcclGroup(_Members):
         timeout_s: after which NCCL's watchdog gives an exchange up.
         device: this worker's GPU; the current one by default.
     """
+
+    takes_cuda = True
 
     def __init__(
         self,
