@@ -206,6 +206,7 @@ class Controller:
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
         self._next_ticket = -1
         self._seed: Seed | None = None
+        self._has_random = False  # some random op is known
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
         self._torn = False  # workers lost touch with each other: errors now are echoes of an end still to be reported
@@ -269,7 +270,7 @@ class Controller:
                     self._signature_mesh[program.sig] = program.meshes
             define = Define(self.session, tuple(meshes_made), batch.definitions, batch.programs)
             out += self._broadcast(encode(define), everyone)
-        if not self._drawn:
+        if not self._drawn and self._has_random:
             self._drawn = not all(map(self._signature_mesh.__getitem__, batch.signatures))
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
@@ -283,6 +284,7 @@ class Controller:
 
     def _meshes_of(self, definition: Definition) -> tuple[int, ...]:
         if definition.params.get("random"):
+            self._has_random = True
             return ()
         layouts = (*definition.inputs, *definition.outputs)
         return tuple(sorted({layout.mesh for layout in layouts}))
