@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from _sharding import check, distribute, mesh_of
 
 import dtorch
 from dtorch import Partial, PlacementError, Replicate, Shard
+from tests._sharding import check, distribute, mesh_of
 
 R = Replicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads, which wait long for each other on a busy machine."""
+    num = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
