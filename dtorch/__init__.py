@@ -18,6 +18,7 @@ from dtorch.future import TensorFuture
 from dtorch.tensor import Tensor
 from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
+from dtorch.blocking import BlockingWarning
 from dtorch.capture import compile
 from dtorch.control import (
     MemoryStats,
@@ -33,6 +34,7 @@ from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
+from dtorch.streams import as_completed
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -52,6 +54,7 @@ _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
 
 __all__ = [  # noqa: PLE0604
     "AuthError",
+    "BlockingWarning",
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",
@@ -70,6 +73,7 @@ __all__ = [  # noqa: PLE0604
     "Tensor",
     "TensorFuture",
     "WorkerLostError",
+    "as_completed",
     "auto_redistribute",
     "compile",
     "init",

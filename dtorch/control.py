@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dtorch.blocking import check_loop
 from dtorch.mesh import DeviceMesh
 from dtorch.session import current_session
 
@@ -29,7 +30,9 @@ def synchronize() -> None:
         OpError: an op failed and nobody has seen its error yet.
         WorkerLostError: a worker is gone.
     """
-    current_session().synchronize().result()
+    done = current_session().synchronize()
+    check_loop()
+    done.result()
 
 
 async def synchronize_async() -> None:

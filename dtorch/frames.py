@@ -7,7 +7,7 @@ from types import CodeType, FrameType
 
 import torch
 
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
+LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)))
 INSIDE: dict[str, bool] = {}
 """File name -> whether it is torch's or dtorch's."""
 
@@ -19,7 +19,7 @@ def source(frame: FrameType | None) -> tuple[CodeType | None, int]:
         name = frame.f_code.co_filename
         inside = INSIDE.get(name)
         if inside is None:
-            inside = INSIDE[name] = name.startswith(_LIBRARIES)
+            inside = INSIDE[name] = name.startswith(LIBRARIES)
         if not inside:
             return frame.f_code, frame.f_lasti
         frame = frame.f_back

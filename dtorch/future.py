@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtorch.blocking import check_loop
 from dtorch.runtime.promise import Promise
 
 
@@ -37,28 +38,40 @@ class TensorFuture:
 
     def to_torch(self) -> torch.Tensor:
         """The full value as a plain torch.Tensor; blocks until it is there. Raises as :meth:`value`."""
-        return self._promise().result()
+        return self._wait().result()
 
     def get(self, timeout_s: float | None = None) -> torch.Tensor:
         """As :meth:`to_torch`, waiting at most ``timeout_s`` seconds (TimeoutError)."""
-        return self._promise().result(timeout_s)
+        return self._wait().result(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the value or its failure is there, at most ``timeout_s`` seconds; whether it is."""
-        return self._promise().wait(timeout_s)
+        return self._wait().wait(timeout_s)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Block until settled; the failure, or None when there is a value."""
-        return self._promise().exception(timeout_s)
+        return self._wait().exception(timeout_s)
+
+    def _wait(self) -> Promise[torch.Tensor]:
+        """The promise, for a caller that is about to block on it."""
+        promise = self._promise()
+        if not promise.done:
+            check_loop()
+        return promise
 
 
 class FetchFuture(TensorFuture):
-    """A value on its way from the workers."""
+    """A value on its way from the workers.
 
-    __slots__ = ("_settles",)
+    Attributes:
+        tensor: whose value it is, where ``dtorch.as_completed`` made the future; else None.
+    """
 
-    def __init__(self, promise: Promise[torch.Tensor]) -> None:
+    __slots__ = ("_settles", "tensor")
+
+    def __init__(self, promise: Promise[torch.Tensor], tensor: Any = None) -> None:
         self._settles = promise
+        self.tensor = tensor
 
     def _promise(self, now: bool = True) -> Promise[torch.Tensor]:
         return self._settles

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtorch.blocking import check_loop
 from dtorch.future import FetchFuture, TensorFuture
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement
@@ -305,7 +306,9 @@ class Tensor(TensorFuture):
 
     def to_shards(self) -> list[torch.Tensor]:
         """The devices' local tensors, in row-major mesh order; blocks."""
-        return self._spec.session.fetch_shards(self).result()
+        promise = self._spec.session.fetch_shards(self)
+        check_loop()
+        return promise.result()
 
     async def to_shards_async(self) -> list[torch.Tensor]:
         """As :meth:`to_shards`, without blocking the loop."""
