@@ -18,7 +18,6 @@ from dtorch.future import TensorFuture
 from dtorch.tensor import Tensor
 from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
-from dtorch.blocking import BlockingWarning
 from dtorch.capture import compile
 from dtorch.control import (
     MemoryStats,
@@ -32,9 +31,10 @@ from dtorch.control import (
 from dtorch.creation import *  # noqa: F403
 from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
+from dtorch.face import TorchTensor
+from dtorch.distribute import distribute
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
-from dtorch.streams import as_completed
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -54,7 +54,6 @@ _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
 
 __all__ = [  # noqa: PLE0604
     "AuthError",
-    "BlockingWarning",
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",
@@ -72,10 +71,11 @@ __all__ = [  # noqa: PLE0604
     "Statistics",
     "Tensor",
     "TensorFuture",
+    "TorchTensor",
     "WorkerLostError",
-    "as_completed",
     "auto_redistribute",
     "compile",
+    "distribute",
     "init",
     "init_device_mesh",
     "manual_seed",

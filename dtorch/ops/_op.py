@@ -19,7 +19,7 @@ import torch
 from dtorch import policy
 from dtorch.frames import INSIDE, source
 from dtorch.future import TensorFuture
-from dtorch.ops._call import Call, Result, Rule, TensorArg
+from dtorch.ops._call import Call, R, Result, Rule, TensorArg
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._meta import outcome
 from dtorch.placement import from_code
@@ -79,6 +79,7 @@ class Op:
         self.is_view = is_view
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
+        self.repairs: dict[Any, tuple[Any, ...]] = {}  # under the policy: what ``_repaired`` takes
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
         self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
@@ -214,6 +215,9 @@ class Op:
 
     def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Arguments of foreign types: plain torch tensors become replicated, numpy scalars become numbers."""
+        answered = mixed(self, args, kwargs)
+        if answered is not None:
+            return answered[0]
         mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
         changed = False
 
@@ -296,6 +300,8 @@ class Op:
                 )
         if refresh_all(tensors):
             return (self.record(args, kwargs),), None  # type: ignore[return-value]
+        if key in self.repairs and policy.is_auto():
+            return (self._repaired(args, kwargs, tensors, *self.repairs[key]),), None  # type: ignore[return-value]
         call, tree_args, tree_kwargs, finish = self.infer(args, kwargs, tensors)
         sigs = [self.rule(replace(call, axis=axis)) for axis in range(len(call.mesh_shape))]
         if self.writes is not None:
@@ -306,18 +312,11 @@ class Op:
         if found is None or (self.writes is not None and any(o != spec_codes(tensors, self.writes) for o in found.outs)):
             if policy.is_auto():
                 wanted = repair(call, sigs, [t._spec.size_bytes for t in tensors], fixed, self.verify)
+                if wanted is None and fixed and call.outputs[0].shape == call.tensors[min(fixed)].shape:
+                    wanted = ((R,) * len(call.mesh_shape),) * len(tensors)  # written whole, then copied back
                 if wanted is not None:
-                    moved = iter(
-                        t if t._spec.codes == codes else t.redistribute(placements=[from_code(c) for c in codes])
-                        for t, codes in zip(tensors, wanted, strict=True)
-                    )
-                    moved_args, moved_kwargs = _with_tensors((args, kwargs), moved)
-                    made = self.record(moved_args, moved_kwargs)
-                    if self.writes is None:
-                        moves = [t._spec.codes != codes for t, codes in zip(tensors, wanted, strict=True)]
-                        bases = [None if o.alias is None or not moves[o.alias] else tensors[o.alias] for o in call.outputs]
-                        if any(b is not None for b in bases):
-                            attach(self, made, args, kwargs, bases)
+                    self.repairs[key] = wanted, tuple(o.alias for o in call.outputs)
+                    made = self._repaired(args, kwargs, tensors, *self.repairs[key])
                     return (made,), None  # type: ignore[return-value]
             raise self._placement_error(call, sigs, tensors)
         sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
@@ -327,6 +326,29 @@ class Op:
             session.forget_signatures()
         self.cache[key] = sig
         return None, sig
+
+    def _repaired(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Any],
+        wanted: tuple[tuple[int, ...], ...],
+        aliases: tuple[int | None, ...],
+    ) -> Any:
+        """Record the call with its inputs moved to the placements that ``repair`` chose."""
+        moved = [
+            t if t._spec.codes == codes else t.redistribute(placements=[from_code(c) for c in codes])
+            for t, codes in zip(tensors, wanted, strict=True)
+        ]
+        moved_args, moved_kwargs = _with_tensors((args, kwargs), iter(moved))
+        made = self.record(moved_args, moved_kwargs)
+        if self.writes is not None and moved[self.writes] is not tensors[self.writes]:
+            return tensors[self.writes].copy_(made)
+        if self.writes is None:
+            bases = [None if i is None or moved[i] is tensors[i] else tensors[i] for i in aliases]
+            if any(b is not None for b in bases):
+                attach(self, made, args, kwargs, bases)
+        return made
 
     def infer(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
@@ -486,6 +508,14 @@ class Op:
                 legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
         legal.append("all Replicate")
         return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
+
+
+def _unmixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    return None
+
+
+mixed: Callable[[Op, tuple[Any, ...], dict[str, Any]], tuple[Any] | None] = _unmixed
+"""Answers calls that were given torch-faced tensors among others; ``face.py`` puts its own here."""
 
 
 def spec_codes(tensors: list[Any], index: int) -> tuple[int, ...]:

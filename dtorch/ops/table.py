@@ -148,6 +148,7 @@ def clear_caches() -> None:
 
     for op in OPS.values():
         op.cache.clear()
+        op.repairs.clear()
     redistribute.clear_cache()
     creation.clear_cache()
 

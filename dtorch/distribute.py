@@ -1,0 +1,285 @@
+"""``distribute(module, mesh, plan)``: a plain torch module on a mesh, as it is.
+
+Its parameters and buffers become torch-faced tensors (``face.py``), cut as the plan says; the code of the module stays
+the same and runs on the mesh. Placements decide speed and memory, never values: a plan can be wrong about what feeds
+what, and the ops then move their inputs to where they can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from dtorch.face import TorchTensor, faced
+from dtorch.mesh import DeviceMesh
+from dtorch.placement import Partial, Placement, Replicate, Shard
+from dtorch.plans import Style, auto_plan, parse, styles_of
+from dtorch.session import Session, current_session
+from dtorch.tensor import Tensor
+from dtorch.transport.errors import MeshError
+
+TENSOR_AXIS, DATA_AXIS = "tp", "dp"
+_MARK = "_dtorch_mesh"
+
+
+def distribute(
+    module: torch.nn.Module, device_mesh: DeviceMesh, plan: dict[str, str] | str | None = "auto"
+) -> torch.nn.Module:
+    """Put the parameters and buffers of a torch module on a mesh; it then runs there, called as before.
+
+    Plain torch tensors that are given to it are split along dim 0 over the axis "dp", where the mesh has one, and
+    replicated on others; dtorch tensors keep their placements. What it returns is torch-faced: a ``torch.Tensor`` with
+    the methods of ``dtorch.Tensor``, whole on every axis but "dp".
+
+    Args:
+        module: any ``torch.nn.Module``; it is changed in place.
+        device_mesh: where it goes. Styles split over the axis "tp", or over the only axis of a mesh without names;
+            where there is none, every device holds the whole.
+        plan: ``{pattern: style}``, where a pattern is the name of a submodule or parameter, with ``*`` for any part,
+            and a style is "colwise" (output features are split), "rowwise" (input features are split, the results
+            added up), "vocab" (rows of an embedding are split) or "replicate"; "colwise:axis" names another mesh axis,
+            and "colwise/64" cuts at multiples of 64 only, such as the size of an attention head. Where several
+            patterns match, the last one counts. "auto" makes a plan from the module. None replicates everything.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: a pattern that matches nothing, an unknown style, or a module that is on a mesh already.
+        MeshError: a style names an axis that the mesh lacks.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"distribute: expected a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"distribute: expected a DeviceMesh, got {type(device_mesh).__name__}")
+    _check_new(module)
+    styles = _styles(module, device_mesh, plan)
+    session = current_session()
+    placed: dict[int, TorchTensor] = {}  # tied parameters stay tied
+    wanted = _wanted(module, device_mesh, styles)
+    for name, owner in module.named_modules():
+        for members in (owner._parameters, owner._buffers):
+            for key, value in members.items():
+                if value is not None:
+                    where = wanted.get(f"{name}.{key}" if name else key)
+                    members[key] = _place(session, value, device_mesh, where, placed)
+        _refresh(owner)
+        style = styles.get(name)
+        if style is not None and style.is_gathered:
+            owner.register_forward_hook(_Gather(device_mesh.axis(style.axis)))
+    module.__dict__[_MARK] = device_mesh
+    module.register_forward_pre_hook(_Enter(device_mesh), with_kwargs=True)
+    module.register_forward_hook(_leave)
+    return module
+
+
+def _check_new(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        mesh = part.__dict__.get(_MARK)
+        if mesh is not None:
+            which = f"its part {name!r}" if name else "it"
+            raise ValueError(f"distribute: {type(module).__name__}: {which} is distributed already, over {mesh}")
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(value, (Tensor, TorchTensor)):
+            raise ValueError(f"distribute: {name!r} is on a mesh already, {value.device_mesh}")
+        if value.is_meta:
+            raise ValueError(f"distribute: {name!r} is on the meta device, so it has no values: load the weights first")
+
+
+# ---- which style, which placement
+
+
+def _styles(module: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> dict[str, Style]:
+    """Name of a submodule or parameter -> style; the axis is one that the mesh has."""
+    if plan is None:
+        return {}
+    axis = _tensor_axis(mesh)
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"distribute: plan must be a dict, 'auto' or None, not {plan!r}")
+        return {} if axis is None else auto_plan(module, axis)
+    if not isinstance(plan, dict):
+        raise TypeError(f"distribute: plan must be a dict, 'auto' or None, not {type(plan).__name__}")
+    names = [name for name, _ in module.named_modules() if name] + [name for name, _ in module.named_parameters()]
+    found: dict[str, Style] = {}
+    for pattern, text in plan.items():
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"distribute: {pattern!r} matches no submodule or parameter{_near(pattern, names)}")
+        style = parse(text)
+        if style.axis:
+            _check_axis(mesh, style.axis, pattern)
+        elif axis is not None:
+            style = style.over(axis)
+        else:
+            continue
+        found.update(dict.fromkeys(matched, style))
+    return styles_of(module, found)
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """Names that look like ``pattern``, also by their last part."""
+    close = get_close_matches(pattern, names, n=4, cutoff=0.6)
+    if not close:
+        last = pattern.rsplit(".", 1)[-1].strip("*")
+        short: dict[str, str] = {}
+        for name in names:
+            short.setdefault(name.rsplit(".", 1)[-1], name)
+        close = [short[key] for key in get_close_matches(last, list(short), n=4, cutoff=0.5)]
+    listed = close or names[:4]
+    return f"; {'near it are' if close else 'there are'} {', '.join(map(repr, listed))}"
+
+
+def _tensor_axis(mesh: DeviceMesh) -> str | int | None:
+    if mesh.dim_names is None:
+        return 0 if mesh.ndim == 1 else None
+    return TENSOR_AXIS if TENSOR_AXIS in mesh.dim_names else None
+
+
+def _check_axis(mesh: DeviceMesh, axis: str | int, pattern: str) -> None:
+    if mesh.dim_names is None or axis not in mesh.dim_names:
+        raise MeshError(f"distribute: the plan for {pattern!r} splits over the axis {axis!r}, which {mesh} lacks")
+
+
+def _wanted(
+    module: torch.nn.Module, mesh: DeviceMesh, styles: dict[str, Style]
+) -> dict[str, tuple[Placement, ...]]:
+    """Placements of the parameters that are not simply replicated."""
+    found: dict[str, tuple[Placement, ...]] = {}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, style in styles.items():
+        owner, key = name, None
+        if name in params:
+            owner, _, key = name.rpartition(".")
+        part = module.get_submodule(owner)
+        for own, value in part.named_parameters(recurse=False):
+            if key is None or own == key:
+                full = f"{owner}.{own}" if owner else own
+                dim = style.dim(part, own, value)
+                if dim is not None:
+                    axis = mesh.axis(style.axis)
+                    where = Shard(dim, style.block)
+                    found[full] = tuple(where if i == axis else Replicate() for i in range(mesh.ndim))
+    return found
+
+
+def _place(
+    session: Session,
+    value: torch.Tensor,
+    mesh: DeviceMesh,
+    where: tuple[Placement, ...] | None,
+    placed: dict[int, TorchTensor],
+) -> TorchTensor:
+    made = placed.get(id(value))
+    if made is None:
+        native = session.upload(value.detach(), mesh, where)
+        if isinstance(value, torch.nn.Parameter):
+            native._spec = session.respec(native._spec, requires_grad=value.requires_grad, is_param=True)
+        made = placed[id(value)] = faced(native)
+        made.__dict__.update(value.__dict__)
+        if isinstance(value, torch.nn.Parameter):
+            made._is_param = True
+    return made
+
+
+def _refresh(owner: torch.nn.Module) -> None:
+    """Recurrent layers keep a list of their parameters beside."""
+    renew = owner.__dict__.get("_flat_weights") and getattr(owner, "_init_flat_weights", None)
+    if renew:
+        renew()
+
+
+# ---- around a call
+
+
+class _Gather:
+    """A forward hook: the result, or the first of several, is whole along one mesh axis."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        if type(out) is TorchTensor:
+            return _whole(out, (self.axis,))
+        return out
+
+
+class _Enter:
+    """A forward pre-hook: plain and native tensors among the arguments get the torch face."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        names = mesh.dim_names or ()
+        self.data_axis = names.index(DATA_AXIS) if DATA_AXIS in names else None
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next((t for t in _tensors((args, kwargs)) if t.ndim), None)
+        num_rows = first.shape[0] if first is not None else 0
+
+        def enter(value: Any) -> Any:
+            return self._enter(value, num_rows) if isinstance(value, (torch.Tensor, Tensor)) else value
+
+        return _map(enter, args), _map(enter, kwargs)
+
+    def _enter(self, value: Any, num_rows: int) -> TorchTensor:
+        if isinstance(value, (TorchTensor, Tensor)):
+            made = value if isinstance(value, TorchTensor) else faced(value)
+            return made if made.device_mesh == self.mesh else made.redistribute(device_mesh=self.mesh)
+        where: list[Placement] = [Replicate()] * self.mesh.ndim
+        if self.data_axis is not None and value.ndim and value.shape[0] == num_rows and num_rows > 1:
+            where[self.data_axis] = Shard(0)
+        return faced(current_session().upload(value.detach(), self.mesh, where))
+
+
+def _leave(module: torch.nn.Module, args: Any, out: Any) -> Any:
+    """A forward hook: results are whole on every axis but "dp", and no summands are left."""
+
+    def leave(value: Any) -> Any:
+        if type(value) is not TorchTensor:
+            return value
+        names = value.device_mesh.dim_names or ()
+        rows = names.index(DATA_AXIS) if DATA_AXIS in names else -1
+        return _whole(value, tuple(i for i in range(value.device_mesh.ndim) if i != rows), also_partial=True)
+
+    return _map(leave, out)
+
+
+def _whole(value: TorchTensor, axes: tuple[int, ...], also_partial: bool = False) -> TorchTensor:
+    spec = value.native._spec
+    wanted = [
+        Replicate() if i in axes or (also_partial and isinstance(p, Partial)) else p
+        for i, p in enumerate(spec.placements)
+    ]
+    return value if tuple(wanted) == spec.placements else value.redistribute(wanted)
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (torch.Tensor, Tensor)):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` of every leaf of dicts, lists and tuples. A dict of a class of its own is changed in place."""
+    kind = type(tree)
+    if kind is dict:
+        return {key: _map(fn, value) for key, value in tree.items()}
+    if isinstance(tree, dict):
+        for key, value in list(tree.items()):
+            changed = _map(fn, value)
+            if changed is not value:
+                tree[key] = changed
+        return tree
+    if isinstance(tree, (list, tuple)) and kind is not torch.Size:
+        items = [_map(fn, value) for value in tree]
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    return fn(tree)

@@ -1,0 +1,365 @@
+"""The torch face of a tensor: a real ``torch.Tensor`` that records through the op table.
+
+Modules that were written for torch ask ``isinstance(x, torch.Tensor)``, keep attributes on their parameters and call
+``torch.add(x, y)``. ``TorchTensor`` answers to all of that. It has the true shape, dtype and device and no memory; what
+it stands for is a ``dtorch.Tensor``, which it holds. An op with any torch-faced input answers torch-faced.
+
+Foreign code knows no placements, so an op on this face moves its inputs to where it can run, as inside
+``dtorch.auto_redistribute()``. Where torch's C++ code would go past the protocol and ask for memory, it meets
+``__torch_dispatch__``, which refuses, except that it reads the value of a tensor that is asked for as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from sys import _getframe
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtorch import policy
+from dtorch.future import TensorFuture
+from dtorch.ops import _op
+from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY
+from dtorch.ops._op import Op
+from dtorch.ops.table import METHODS, OPS
+from dtorch.runtime.promise import Promise
+from dtorch.tensor import TORCH, Tensor, missing
+
+if TYPE_CHECKING:
+    from dtorch.mesh import DeviceMesh
+    from dtorch.placement import Placement
+
+_make = torch.Tensor._make_wrapper_subclass
+_devices: dict[str, torch.device] = {kind: torch.device(kind) for kind in ("cpu", "cuda")}
+_auto = policy._auto
+_Plain = torch._C.DisableTorchFunctionSubclass
+_NESTED = (list, tuple, dict, slice)
+
+
+class TorchTensor(torch.Tensor, TensorFuture):
+    """A tensor on a mesh that is a ``torch.Tensor``; ``dtorch.distribute`` and ``faced`` make it.
+
+    It has torch's methods and those of ``dtorch.Tensor``: ``placements``, ``redistribute``, ``value``, ``to_torch``.
+    """
+
+    _native: Tensor
+    _is_param: bool
+
+    if TYPE_CHECKING:  # forwarded to the native tensor
+        device_mesh: DeviceMesh
+        placements: tuple[Placement, ...]
+
+        def redistribute(self, *args: Any, **kwargs: Any) -> TorchTensor: ...
+
+    def __new__(cls, data: Any, **kwargs: Any) -> TorchTensor:
+        if isinstance(data, TorchTensor):
+            return data
+        return faced(data if isinstance(data, Tensor) else Tensor(data, **kwargs))
+
+    def __init__(self, data: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @property
+    def native(self) -> Tensor:
+        """The same tensor as a ``dtorch.Tensor``; the two share everything."""
+        return self._native
+
+    def _promise(self, now: bool = True) -> Promise[torch.Tensor]:
+        return self._native._promise(now)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._native._spec.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(_run(METHODS["unbind"], (self, 0), {}, _getframe(1)))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchTensor:
+        made = faced(self._native.__deepcopy__({}))
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_native"})
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._native.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names nothing
+        return repr(self._native)
+
+    @property
+    def data(self) -> Any:
+        return faced(self._native.detach())
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self._native.data = _unwrap(value)
+
+    @property
+    def grad(self) -> Any:
+        return _wrap(self._native.grad)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._native.grad = _unwrap(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TorchTensor:
+        self._native.requires_grad_(requires_grad)
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
+        return _run(op, args, kwargs or {}, _getframe(1))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without its first argument
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = _READS.get(func)
+        if answer is not None:
+            return answer(*args, **(kwargs or {}))
+        shapes = ", ".join(str(list(a.shape)) for a in args if isinstance(a, torch.Tensor))
+        raise NotImplementedError(
+            f"{func} was called with a tensor that lives on a mesh (shapes {shapes}), in a way that goes past "
+            "__torch_function__: by C++ code, autograd.Function, vmap, torch.jit or torch.compile. Fetch the value "
+            "with to_torch() for this, or write it with torch's functions"
+        )
+
+
+def faced(tensor: Tensor) -> TorchTensor:
+    """The torch face of a ``dtorch.Tensor``. No copy: what is written through one is seen through the other."""
+    spec = tensor._spec
+    made: TorchTensor = _make(TorchTensor, spec.shape, dtype=spec.dtype, device=_device(spec.mesh.device_type))
+    made._native = tensor
+    return made
+
+
+def _device(kind: str) -> torch.device:
+    known = _devices.get(kind)
+    if known is None:
+        known = _devices[kind] = torch.device(kind)
+    return known
+
+
+# ---- in and out
+
+
+def _unwrap(value: Any) -> Any:
+    """The same tree of arguments with native tensors."""
+    kind = type(value)
+    if kind is TorchTensor:
+        return value._native
+    if kind is list:
+        return [_unwrap(v) for v in value]
+    if kind is tuple:
+        return tuple([_unwrap(v) for v in value])
+    if kind is dict:
+        return {k: _unwrap(v) for k, v in value.items()}
+    if kind is slice:
+        return slice(_unwrap(value.start), _unwrap(value.stop), _unwrap(value.step))
+    return value
+
+
+def _wrap(value: Any) -> Any:
+    """The same result with torch faces."""
+    kind = type(value)
+    if kind is Tensor:
+        return faced(value)
+    if isinstance(value, (tuple, list)) and kind is not torch.Size:
+        items = [_wrap(v) for v in value]
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    return value
+
+
+def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
+    """Call ``op`` on the native tensors, with placements repaired where need be, and answer in kind."""
+    own = [a._native if type(a) is TorchTensor else _unwrap(a) if type(a) in _NESTED else a for a in args]
+    named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
+    token = None if _auto.get() else _auto.set(True)
+    try:
+        record = getattr(op, "record", None)
+        result = op(*own, **named) if record is None else record(tuple(own), named, frame)
+    finally:
+        if token is not None:
+            _auto.reset(token)
+    if type(result) is not Tensor:
+        return _wrap(result)
+    for i, native in enumerate(own):
+        if native is result:  # written in place, or nothing to do: the face that the argument has
+            return args[i]
+    if kwargs:
+        for name, native in named.items():
+            if native is result:
+                return kwargs[name]
+    return faced(result)
+
+
+def _mixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """For ops that were given native tensors and torch faces together: the answer has the torch face."""
+    if not _has_face((args, kwargs)):
+        return None
+    return (_run(op, args, kwargs, None),)
+
+
+def _has_face(tree: Any) -> bool:
+    if isinstance(tree, (list, tuple)):
+        return any(map(_has_face, tree))
+    if isinstance(tree, dict):
+        return any(map(_has_face, tree.values()))
+    return type(tree) is TorchTensor
+
+
+_op.mixed = _mixed
+
+
+# ---- torch functions without a row
+
+
+@lru_cache(maxsize=4096)
+def _without_row(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call on native tensors for a torch function that is not in the table: an attribute, a method, or an op
+    on replicated tensors."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func, name)
+    own = getattr(Tensor, name, None)
+    if own is not None and getattr(torch.Tensor, name, None) is func and isinstance(own, FunctionType):
+        return own
+    if isinstance(own, FunctionType) and getattr(torch, name, None) is func:
+        return own  # torch.is_floating_point and its like
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return missing(func, args, kwargs)
+
+    return call
+
+
+def _attribute(func: Any, kind: str) -> Callable[..., Any]:
+    """An attribute of torch.Tensor: the native tensor's of that name, or what is there without one."""
+    name = getattr(func.__self__, "__name__", None) or func.__self__.fget.__name__
+
+    def get(native: Tensor, *args: Any) -> Any:
+        if kind != "__get__":
+            raise NotImplementedError(f"the attribute {name!r} of a tensor on a mesh cannot be set")
+        if hasattr(Tensor, name):
+            return getattr(native, name)
+        with _Plain():
+            return func(faced(native))
+
+    return get
+
+
+def _number(tensor: TorchTensor, *args: Any) -> Any:
+    return tensor.item()
+
+
+_READS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten.item.default: _number,
+}
+"""Ops that C++ code asks for past the protocol and that can be answered: a symbol where torch wants a number."""
+
+
+def _no_shallow_copy(*args: Any) -> bool:
+    """A module's ``to(...)`` then makes new parameters, rather than exchange the memory of what has none."""
+    return False
+
+
+_BESIDE: dict[Any, Callable[..., Any]] = {torch._has_compatible_shallow_copy_type: _no_shallow_copy}
+"""Torch functions that mean something else for tensors without memory of their own."""
+
+
+# ---- methods: Python's, since torch's own go through C++ to the protocol, at twice the cost
+
+_OWN_NAMES = """
+__new__ __init__ __del__ __module__ __qualname__ __doc__ __slots__ __weakref__ __dict__ __init_subclass__
+__torch_function__ __getattr__ __getattribute__ __setattr__ __class__ __abstractmethods__ __annotations__
+__match_args__ __static_attributes__ __firstlineno__ __annotate__ __annotate_func__ __annotations_cache__
+"""
+_OWN = frozenset(_OWN_NAMES.split())
+"""What makes a class what it is, and is not forwarded."""
+
+
+def _op_method(op: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
+        return _run(op, (self, *args), kwargs, _getframe(1))
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = op.__doc__
+    return call
+
+
+def _binary(op: Op, name: str) -> Callable[..., Any]:
+    record = op.record
+
+    def call(self: TorchTensor, other: Any) -> Any:
+        kind = type(other)
+        if kind is not TorchTensor and kind is not float and kind is not int:
+            return _run(op, (self, other), {}, _getframe(1))
+        own = (self._native, other._native if kind is TorchTensor else other)
+        token = None if _auto.get() else _auto.set(True)
+        try:
+            result = record(own, {}, _getframe(1))
+        finally:
+            if token is not None:
+                _auto.reset(token)
+        return faced(result)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def call(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
+        return _run(function, (self, *args), kwargs, None)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = function.__doc__
+    return call
+
+
+def _forward_property(name: str, own: property) -> property:
+    def get(self: TorchTensor) -> Any:
+        return _wrap(own.__get__(self._native))
+
+    def put(self: TorchTensor, value: Any) -> None:
+        own.__set__(self._native, _unwrap(value))
+
+    return property(get, put if own.fset is not None else None, doc=own.__doc__)
+
+
+def _attach() -> None:
+    taken = set(TorchTensor.__dict__)
+    for name, op in METHODS.items():
+        if name not in taken and name not in ("size", "dim"):
+            setattr(TorchTensor, name, _op_method(op, name))
+            taken.add(name)
+    for table in (_BINARY, _REVERSED, _UNARY):
+        for name, target in table.items():
+            found = OPS.get(f"torch.{target}")
+            if found is not None:
+                made = _op_method(found, f"__{name}__") if table is _UNARY else _binary(found, f"__{name}__")
+                setattr(TorchTensor, f"__{name}__", made)
+                taken.add(f"__{name}__")
+    for name, target in _IN_PLACE.items():
+        if target in METHODS:
+            setattr(TorchTensor, f"__{name}__", _op_method(METHODS[target], f"__{name}__"))
+            taken.add(f"__{name}__")
+    for name, value in Tensor.__dict__.items():
+        if name in taken or name in _OWN or name == "_is_param":
+            continue
+        if isinstance(value, property):
+            setattr(TorchTensor, name, _forward_property(name, value))
+        elif isinstance(value, FunctionType) and name not in TensorFuture.__dict__:
+            setattr(TorchTensor, name, _forward(name))
+
+
+_attach()

@@ -1,0 +1,151 @@
+"""The torch face: a torch.Tensor that records."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+import dtorch
+from dtorch import DeviceMesh, Replicate, Shard, TensorFuture, TorchTensor
+from dtorch.face import faced
+
+
+@pytest.fixture(scope="module")
+def mesh() -> DeviceMesh:
+    return dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+A = torch.arange(20.0).reshape(4, 5) / 7
+
+
+@pytest.fixture
+def x(mesh: DeviceMesh) -> Any:
+    return faced(dtorch.tensor(A, device_mesh=mesh, placements=[Shard(0)]))
+
+
+def test_is_a_tensor_and_a_future(x: Any) -> None:
+    assert issubclass(type(x), torch.Tensor)
+    assert issubclass(type(x), TensorFuture)
+    assert (x.shape, x.dtype, x.device) == (A.shape, A.dtype, A.device)
+    assert x.placements == (Shard(0),)
+    assert torch.equal(x.to_torch(), A)
+
+    async def both() -> tuple[torch.Tensor, torch.Tensor]:
+        return await x, await x.value()
+
+    assert all(torch.equal(value, A) for value in asyncio.run(both()))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x + 1,
+        lambda x: 2 - x,
+        lambda x: torch.add(x, x),
+        lambda x: x @ x.T,
+        lambda x: F.softmax(x, dim=-1),
+        lambda x: F.layer_norm(x, (5,)),
+        lambda x: x.max(dim=1).values,
+        lambda x: torch.split(x, 2, dim=1)[1],
+        lambda x: torch.cat([x, torch.ones(1, 5)]),
+        lambda x: torch.ones(4, 5) + x,
+        lambda x: x[1:, None, ::2],
+        lambda x: x.mT,
+        lambda x: torch.stack(list(x)),
+        lambda x: x.to(torch.float64),
+        lambda x: torch.where(x > 1, x, 0.0),
+        lambda x: x.cumsum(1),
+        lambda x: x.data,
+        lambda x: torch.nn.Linear(5, 5).requires_grad_(False).to(x.dtype)(x) * 0,
+    ],
+)  # fmt: skip
+def test_ops_answer_in_kind(x: Any, call: Any) -> None:
+    made = call(x)
+    assert type(made) is TorchTensor
+    assert_close(made.to_torch(), call(A))
+    assert made.shape == call(A).shape
+
+
+def test_native_and_faced_together_answer_torch_faced(x: Any) -> None:
+    native = x.native
+    for made in (native + x, x + native, torch.add(native, x), dtorch.add(native, x), dtorch.cat([native, x])):
+        assert type(made) is TorchTensor
+    assert type(native + native) is dtorch.Tensor
+
+
+def test_writes_are_seen_by_both_faces(x: Any) -> None:
+    native, same = x.native, x
+    same += 1
+    assert same is x
+    assert x.mul_(2) is x
+    assert torch.add(x, 1, out=x) is x
+    x[0] = 5
+    want = ((A + 1) * 2 + 1).index_fill(0, torch.tensor([0]), 5)
+    assert_close(native.to_torch(), want)
+
+
+def test_placements_are_repaired(x: Any, mesh: DeviceMesh) -> None:
+    other = faced(dtorch.tensor(A, device_mesh=mesh, placements=[Shard(1)]))
+    for _ in range(2):  # the second time from memory
+        assert torch.equal((x + other).to_torch(), A + A)
+        assert torch.equal(x.flip(0).to_torch(), A.flip(0))
+    with pytest.raises(dtorch.PlacementError):
+        x.native + other.native
+    rows = torch.tensor([3, 0])
+    other.index_put_((rows, rows), torch.zeros(2))  # written whole, and copied back
+    assert other.placements == (Shard(1),)
+    assert torch.equal(other.to_torch(), A.index_put((rows, rows), torch.zeros(2)))
+
+
+def test_as_a_number(x: Any) -> None:
+    total = x.sum()
+    assert float(total) == pytest.approx(float(A.sum()))
+    assert bool((x >= 0).all())
+    assert_close(torch.full((2,), total), torch.full((2,), float(A.sum())))
+    assert len(range(TorchTensor(torch.tensor(3)))) == 3
+    assert x.tolist() == A.tolist()
+
+
+def test_parameters_keep_what_is_set_on_them(x: Any) -> None:
+    param: Any = torch.nn.Parameter(x, requires_grad=False)
+    assert isinstance(param, torch.nn.Parameter)
+    param.mark = "kept"  # type: ignore[attr-defined]
+    assert copy.deepcopy(param).__dict__["mark"] == "kept"
+    layer: Any = torch.nn.Linear(5, 4, bias=False)
+    layer.weight = param
+    assert dict(layer.named_parameters())["weight"] is param
+    assert layer.double().weight.dtype == torch.float64
+    layer.load_state_dict({"weight": A + 1})
+    assert layer.weight.placements == (Shard(0),)
+    assert torch.equal(layer.weight.to_torch(), (A + 1).double())
+
+
+def test_questions(x: Any) -> None:
+    assert torch.is_tensor(x)
+    assert torch.is_floating_point(x)
+    assert x.is_leaf
+    assert x.grad_fn is None
+    assert x.grad is None
+    assert not x.is_sparse
+    assert torch.numel(x) == x.numel() == 20
+    assert len(x) == 4
+
+
+def test_what_goes_past_the_protocol_is_refused(x: Any) -> None:
+    with pytest.raises(NotImplementedError, match="goes past __torch_function__"):
+        torch.vmap(lambda row: row + 1)(x)
+    with pytest.raises(TypeError, match="pickled"):
+        copy.copy(x).__reduce_ex__(4)
+
+
+def test_made_from_data(mesh: DeviceMesh) -> None:
+    made = TorchTensor(A, device_mesh=mesh)
+    assert made.placements == (Replicate(),)
+    assert TorchTensor(made) is made
+    assert repr(made) == repr(made.native)
