@@ -18,6 +18,7 @@ from dtorch.future import TensorFuture
 from dtorch.tensor import Tensor
 from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
+from dtorch.blocking import BlockingWarning
 from dtorch.capture import compile
 from dtorch.control import (
     MemoryStats,
@@ -35,6 +36,7 @@ from dtorch.face import TorchTensor
 from dtorch.distribute import distribute
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
+from dtorch.streams import as_completed
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -54,6 +56,7 @@ _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
 
 __all__ = [  # noqa: PLE0604
     "AuthError",
+    "BlockingWarning",
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",
@@ -73,6 +76,7 @@ __all__ = [  # noqa: PLE0604
     "TensorFuture",
     "TorchTensor",
     "WorkerLostError",
+    "as_completed",
     "auto_redistribute",
     "compile",
     "distribute",
