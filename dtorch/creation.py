@@ -200,6 +200,7 @@ class Factory:
         if self.shaped and "size" in kwargs:
             args = (*args, kwargs.pop("size"))
         args = tuple(a.item() if isinstance(a, (Tensor, torch.Tensor)) else a for a in args)
+        kwargs = {k: v.item() if isinstance(v, (Tensor, torch.Tensor)) else v for k, v in kwargs.items()}
         if self.shaped:
             args = _gather_shape(args)
         if "dtype" not in kwargs:
@@ -285,6 +286,8 @@ hamming_window = Factory("hamming_window")
 bartlett_window = Factory("bartlett_window")
 blackman_window = Factory("blackman_window")
 kaiser_window = Factory("kaiser_window")
+empty_strided = Factory("empty_strided")
+empty_permuted = Factory("empty_permuted")
 randint = Factory("randint", random=True)
 randperm = Factory("randperm", random=True)
 _normal = Factory("normal", numbers=frozenset({0, 1}), random=True)
@@ -293,7 +296,8 @@ FACTORIES = {
     f.short_name: f
     for f in (
         zeros, ones, empty, full, rand, randn, arange, linspace, logspace, eye, tril_indices, triu_indices, hann_window,
-        hamming_window, bartlett_window, blackman_window, kaiser_window, randint, randperm, _normal,
+        hamming_window, bartlett_window, blackman_window, kaiser_window, empty_strided, empty_permuted, randint, randperm,
+        _normal,
     )
 }
 

@@ -67,6 +67,8 @@ class Call:
     outputs: tuple[Result, ...]
     mesh_shape: tuple[int, ...]
     axis: int = 0  # the mesh axis a rule is asked about
+    mutates: tuple[int, ...] = ()  # inputs that the op writes into beside its results (running statistics)
+    is_nested: bool = False  # the result is a tree of which the outputs are the leaves
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or called ``name``."""
@@ -94,6 +96,44 @@ class Call:
 
 
 Rule = Callable[[Call], "list[Sig]"]
+
+
+FLAT = "flat:"
+"""Before an op's name: the same function, whose nested result comes as one flat tuple of tensors."""
+
+
+def flat_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a nested result, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [t for item in tree for t in flat_tensors(item)]
+    return []
+
+
+def rebuilder(tree: Any) -> Callable[[Sequence[Any]], Any]:
+    """Makes the like of ``tree``, a nested result, of its leaves.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor None.
+    """
+    if isinstance(tree, torch.Tensor):
+        return lambda leaves: leaves[0]
+    if tree is None:
+        return lambda leaves: None
+    if not isinstance(tree, (tuple, list)):
+        raise TypeError(f"a result of type {type(tree).__name__} in a sequence")
+    parts = [(rebuilder(item), len(flat_tensors(item))) for item in tree]
+    kind = type(tree)
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        made, at = [], 0
+        for part, size in parts:
+            made.append(part(leaves[at : at + size]))
+            at += size
+        return kind(*made) if hasattr(kind, "_fields") else kind(made)
+
+    return rebuild
 
 
 def sharded(call: Call, ins: Sequence[int], out: int | Sequence[int], **more: Any) -> Sig:

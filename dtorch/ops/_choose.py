@@ -76,7 +76,7 @@ def fit(
         fixed: inputs that must be seen whole as they are (they are written in place).
     """
     chosen: list[Sig] = []
-    narrow = frozenset(range(len(call.tensors))) - fixed
+    narrow = frozenset(range(len(call.tensors))) - fixed - frozenset(call.mutates)
     for axis, size in enumerate(call.mesh_shape):
         actual = tuple(t.codes[axis] for t in call.tensors)
         found = _find(call, sigs[axis], actual, narrow)
@@ -157,6 +157,8 @@ def repair(
 ) -> tuple[tuple[int, ...], ...] | None:
     """New codes for every input, so that the call is legal at the least cost; None when nothing helps.
 
+    What the call writes into beside its results is moved whole, never cut.
+
     Args:
         sizes_bytes: global size of each input.
         fixed: inputs that must keep their placements (they are written in place).
@@ -165,7 +167,7 @@ def repair(
     kernel = "local"
     for axis, num in enumerate(call.mesh_shape):
         actual = tuple(t.codes[axis] for t in call.tensors)
-        best = _find(call, sigs[axis], actual, frozenset(range(len(call.tensors))) - fixed)
+        best = _find(call, sigs[axis], actual, frozenset(range(len(call.tensors))) - fixed - frozenset(call.mutates))
         if best is None:
             least = float("inf")
             for sig in (*sigs[axis], call.all_replicate()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dtorch.ops import table
+from dtorch.ops import _library, table
 from dtorch.ops._op import Op
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.table import OPS
@@ -26,11 +26,12 @@ _PLACES: tuple[tuple[str, Any], ...] = (
     ("torch.fft", torch.fft),
     ("torch.special", torch.special),
     ("torch.Tensor", torch.Tensor),
+    (_library.PRIVATE, torch._C._VariableFunctions),
 )
 
 _WORDS = """
     apply_ map_ map2_ backward register_hook register_post_accumulate_grad_hook retain_grad data_ptr storage
-    untyped_storage storage_type storage_offset set_ resize resize_ resize_as resize_as_ resize_as_sparse_
+    untyped_storage storage_type storage_offset set_ resize resize_as resize_as_sparse_
     share_memory_ is_shared numpy tolist item __array__ __array_wrap__ __dlpack__ __dlpack_device__ __reduce__
     __reduce_ex__ __setstate__ __deepcopy__ __repr__ __str__ __format__ __dir__ __hash__ __len__ __iter__
     __contains__ __bool__ __int__ __float__ __complex__ __index__ __long__ __nonzero__ get_device cuda cpu xpu
@@ -39,7 +40,7 @@ _WORDS = """
     record_stream pin_memory is_pinned module_load to_sparse to_sparse_coo to_sparse_csr to_sparse_csc
     to_sparse_bsr to_sparse_bsc sparse_resize_ sparse_resize_and_clear_ sparse_mask sparse_dim dense_dim indices
     values crow_indices col_indices ccol_indices row_indices coalesce is_coalesced smm sspmm _indices _values
-    _nnz quantize_per_tensor quantize_per_channel multi_head_attention_forward rrelu_ get_device_module
+    _nnz quantize_per_tensor quantize_per_channel rrelu_ get_device_module
     native_dropout lstm gru rnn_tanh rnn_relu dropout fractional_max_pool2d fractional_max_pool2d_with_indices
     fractional_max_pool3d fractional_max_pool3d_with_indices _fused_dropout _standard_gamma _sample_dirichlet
     _dirichlet_grad pca_lowrank svd_lowrank lobpcg int_repr dequantize lu_unpack_ choose_qparams_optimized
@@ -49,7 +50,11 @@ _REFUSED = frozenset(_WORDS.split())
 """Not ops on tensors, or random ones for which a draw on every device would be wrong."""
 
 
-def _allowed(name: str) -> bool:
+def _allowed(name: str, place: str) -> bool:
+    if place == _library.PRIVATE and not _library.allowed(name):
+        return False
+    if place == _library.PRIVATE and name.startswith("_"):
+        return name not in _REFUSED
     if name in _REFUSED or name.startswith(("_", "sym_", "q_", "fbgemm_", "miopen_", "mkldnn_", "cudnn_")):
         return False
     return "sparse" not in name and "quantize" not in name
@@ -64,30 +69,32 @@ def generic_names() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for place, holder in _PLACES:
         for name in dir(holder):
-            if not _allowed(name):
+            if not _allowed(name, place):
                 continue
             fn = getattr(holder, name, None)
             if not callable(fn) or isinstance(fn, type) or fn in TORCH or f"{place}.{name}" in OPS:
                 continue
-            if id(fn) in known or place == "torch.Tensor":
+            if id(fn) in known or place in ("torch.Tensor", _library.PRIVATE):
                 found[f"{place}.{name}"] = fn
     return found
 
 
 def missing_ops() -> list[str]:
     """Names of torch's functions that have no rule of their own: they run on replicated tensors only."""
-    return sorted(generic_names())
+    return sorted(name for name in generic_names() if not name.startswith(_library.PRIVATE))
 
 
 def generic(name: str) -> Op | None:
     """The op of a function without a row, made on first use; None when there is no such function."""
-    fn = generic_names().get(name)
+    fn = generic_names().get(name) or _library.find(name)
     if fn is None:
         return None
     op = OPS.get(name)
     if op is None:
         short = name.rsplit(".", 1)[-1]
         writes = 0 if short.endswith("_") and not short.endswith("__") else None
+        if isinstance(fn, _library.LIBRARY):
+            writes = _library.written(fn)
         op = OPS[name] = Op(name, fn, replicate_only, writes=writes)
         TORCH[fn] = op
     return op
@@ -105,7 +112,7 @@ def record_missing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         NotImplementedError: it is no function that a worker would run.
         PlacementError: an input is not replicated.
     """
-    name = _name_of().get(func)
+    name = f"torch.ops.{func}" if isinstance(func, _library.LIBRARY) else _name_of().get(func)
     op = generic(name) if name is not None else None
     if op is None:
         called = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))

@@ -75,7 +75,7 @@ def outcome(
     """
     size = sum(m.numel() for m in metas)
     if size <= SMALL_ELEMENTS and not random:
-        real = _real(args, kwargs, metas)
+        real = stand_ins(args, kwargs, metas)
         try:
             with torch.no_grad():
                 return fn(*real[0], **real[1]), real[2]
@@ -86,6 +86,13 @@ def outcome(
                     return fn(*args, **kwargs), metas
             except Exception:
                 logger.debug("%s fails on the meta device too", fn)
+            for whole in (False, True):
+                real = stand_ins(args, kwargs, metas, 1, whole)
+                try:
+                    with torch.no_grad():
+                        return fn(*real[0], **real[1]), real[2]
+                except Exception:
+                    logger.debug("%s fails on ones too", fn)
             raise
     try:
         with torch.no_grad():
@@ -93,21 +100,29 @@ def outcome(
     except Exception:
         if random or size > MAX_REAL_ELEMENTS:
             raise
-        real = _real(args, kwargs, metas)
+        real = stand_ins(args, kwargs, metas)
         with torch.no_grad():
             fn(*real[0], **real[1])
         raise
 
 
-def _real(
-    args: tuple[Any, ...], kwargs: dict[str, Any], metas: Sequence[torch.Tensor]
+def stand_ins(
+    args: tuple[Any, ...], kwargs: dict[str, Any], metas: Sequence[torch.Tensor], value: int = 0, integers: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-    """The arguments with zeros on the CPU in place of meta tensors."""
-    stand_ins = {id(m): torch.empty_strided(m.shape, m.stride(), dtype=m.dtype).zero_() for m in metas}
+    """The arguments with zeros on the CPU in place of meta tensors, or with another ``value``.
+
+    Args:
+        integers: give it to integers too, which may be indices.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for m in metas:
+        filled = torch.empty_strided(m.shape, m.stride(), dtype=m.dtype)
+        inexact = m.dtype.is_floating_point or m.dtype.is_complex
+        made[id(m)] = filled.fill_(value if inexact or integers else 0).data  # data: of version 0
 
     def walk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return stand_ins[id(value)]
+            return made[id(value)]
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, tuple):
@@ -118,7 +133,7 @@ def _real(
             return slice(walk(value.start), walk(value.stop), walk(value.step))
         return value
 
-    return tuple(walk(a) for a in args), {k: walk(v) for k, v in kwargs.items()}, [stand_ins[id(m)] for m in metas]
+    return tuple(walk(a) for a in args), {k: walk(v) for k, v in kwargs.items()}, [made[id(m)] for m in metas]
 
 
 defer_compiler()

@@ -19,7 +19,7 @@ import torch
 from dtorch import policy
 from dtorch.frames import INSIDE, source
 from dtorch.future import TensorFuture
-from dtorch.ops._call import Call, R, Result, Rule, TensorArg
+from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._meta import outcome
 from dtorch.placement import from_code
@@ -79,7 +79,7 @@ class Op:
         self.is_view = is_view
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
-        self.repairs: dict[Any, tuple[Any, ...]] = {}  # under the policy: what ``_repaired`` takes
+        self.repairs: dict[Any, Any] = {}  # under the policy: what ``_repaired`` takes; calls with out= that were tried
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
         self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
@@ -124,7 +124,7 @@ class Op:
                 return self._convert(args, kwargs)
         if kwargs:
             if "out" in kwargs:
-                return self._out(args, kwargs)
+                return write_out(self, args, kwargs)
             for name, a in kwargs.items():
                 key.append(_NAMED)
                 key.append(name)
@@ -258,29 +258,6 @@ class Op:
             raise TypeError(f"{self.name}: these arguments are not supported: {args!r} {kwargs!r}")
         return self.record(args, kwargs)
 
-    def _out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kwargs = dict(kwargs)
-        out = kwargs.pop("out")
-        result = self.record(args, kwargs)
-        if out is None:
-            return result
-        targets = out if isinstance(out, (tuple, list)) else (out,)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        for target, value in zip(targets, results, strict=True):
-            if not isinstance(target, Tensor):
-                raise TypeError(f"{self.name}(): argument 'out' must be a dtorch.Tensor, not {type(target).__name__}")
-            if target.shape != value.shape:
-                raise RuntimeError(
-                    f"{self.name}(): out has shape {list(target.shape)}, the result {list(value.shape)}; "
-                    "a distributed out= is not resized"
-                )
-            if value.dtype != target.dtype and not torch.can_cast(value.dtype, target.dtype):
-                raise RuntimeError(
-                    f"result type {value.dtype} can't be cast to the desired output type {target.dtype}"
-                )
-            target.copy_(value)
-        return out
-
     def _define(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
     ) -> tuple[tuple[Any] | None, Signature]:
@@ -315,7 +292,7 @@ class Op:
                 if wanted is None and fixed and call.outputs[0].shape == call.tensors[min(fixed)].shape:
                     wanted = ((R,) * len(call.mesh_shape),) * len(tensors)  # written whole, then copied back
                 if wanted is not None:
-                    self.repairs[key] = wanted, tuple(o.alias for o in call.outputs)
+                    self.repairs[key] = wanted, tuple(o.alias for o in call.outputs), call.mutates
                     made = self._repaired(args, kwargs, tensors, *self.repairs[key])
                     return (made,), None  # type: ignore[return-value]
             raise self._placement_error(call, sigs, tensors)
@@ -334,6 +311,7 @@ class Op:
         tensors: list[Any],
         wanted: tuple[tuple[int, ...], ...],
         aliases: tuple[int | None, ...],
+        mutates: tuple[int, ...],
     ) -> Any:
         """Record the call with its inputs moved to the placements that ``repair`` chose."""
         moved = [
@@ -342,10 +320,13 @@ class Op:
         ]
         moved_args, moved_kwargs = _with_tensors((args, kwargs), iter(moved))
         made = self.record(moved_args, moved_kwargs)
+        for i in mutates:
+            if moved[i] is not tensors[i]:
+                tensors[i].copy_(moved[i].redistribute(tensors[i].placements))
         if self.writes is not None and moved[self.writes] is not tensors[self.writes]:
             return tensors[self.writes].copy_(made)
         if self.writes is None:
-            bases = [None if i is None or moved[i] is tensors[i] else tensors[i] for i in aliases]
+            bases = [None if i is None or wanted[i] == tensors[i]._spec.codes else tensors[i] for i in aliases]
             if any(b is not None for b in bases):
                 attach(self, made, args, kwargs, bases)
         return made
@@ -383,28 +364,34 @@ class Op:
         metas: Sequence[Any] = [t._spec.new_meta() if self.writes == i else t._spec.meta for i, t in enumerate(tensors)]
         meta_args = tuple(_to_meta(walk(a, i, lambda i, _: metas[i])) for i, a in enumerate(args))
         meta_kwargs = {k: _to_meta(walk(v, k, lambda i, _: metas[i])) for k, v in kwargs.items()}
+        before = {id(m): m._version for m in metas}
         with torch._C.DisableTorchFunction():  # factories in there are plain torch's, also inside ``with mesh:``
             result, metas = outcome(self.stand_in or self.fn, meta_args, meta_kwargs, metas, self.random)
+        mutates = [i for i, m in enumerate(metas) if m._version != before.get(id(m), 0)] if self.writes is None else []
         index = iter(range(len(tensors)))
         call_args = tuple(walk(a, i, lambda i, _: infos[i]) for i, a in enumerate(args))
         call_kwargs = {k: walk(v, k, lambda i, _: infos[i]) for k, v in kwargs.items()}
         finish: Callable[[list[Any]], Any] | None = None
+        is_nested = False
         if self.writes is not None:
             written = metas[self.writes]
             outputs: tuple[Result, ...] = (_result(written),)
         elif isinstance(result, torch.Tensor):
             outputs = (_result(result, metas),)
         elif isinstance(result, (tuple, list)):
-            flat = [r for r in result if isinstance(r, torch.Tensor)]
-            if len(flat) != len(result):
-                raise TypeError(f"{self.name} gives nested results, which are not supported")
+            flat = flat_tensors(result)
+            is_nested = not all(isinstance(r, torch.Tensor) for r in result)
             outputs = tuple(_result(r, metas) for r in flat)
             kind = type(result)
             finish = tuple if kind is tuple else list if kind is list else kind
+            if is_nested or hasattr(kind, "_fields"):
+                finish = rebuilder(result)
         else:
             raise TypeError(f"{self.name} does not give a tensor")
         mesh_shape = tuple(tensors[0]._spec.mesh.shape)
-        call = Call(self.name, call_args, call_kwargs, tuple(infos), outputs, mesh_shape)
+        call = Call(
+            self.name, call_args, call_kwargs, tuple(infos), outputs, mesh_shape, mutates=tuple(mutates), is_nested=is_nested
+        )
         return call, tree_args, tree_kwargs, finish
 
     def _link(self, sig: Signature, call: Call, found: Fit, tensors: list[Any]) -> None:
@@ -443,11 +430,12 @@ class Op:
         )
         kernel = "random" if self.random else found.kernel
         args, kwargs = freeze_args(tree_args, tree_kwargs)
+        name = FLAT + self.name if call.is_nested else self.name
         extra = dict(params or {})
         if kernel == "view":
             args, kwargs = [["t", 0], freeze(LocalShape(0))], {}
             extra["copy"] = call.outputs[0].alias is None
-        if finish is not None and len(call.outputs) == 1 and self.writes is None:
+        if finish is not None and len(call.outputs) == 1 and self.writes is None and not call.is_nested:
             extra["listed"] = True  # a sequence of one result
         if self.random:
             extra["strides"] = [list(t.stride) for t in call.tensors]
@@ -466,7 +454,7 @@ class Op:
 
         def build(number: int) -> Definition:
             return Definition(
-                number, self.name, kernel, args, kwargs, layouts, tuple(s.layout for s in specs), writes, extra
+                number, name, kernel, args, kwargs, layouts, tuple(s.layout for s in specs), writes, extra
             )
 
         sig = Signature()
@@ -476,9 +464,11 @@ class Op:
         session.know_signature(
             sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random
         )
+        if call.mutates:
+            finish = _noting(session, finish)
         sig.specs, sig.spec, sig.finish = specs, None, finish
         if self.writes is not None:
-            sig.shape = IN_PLACE
+            sig.finish, sig.shape = None, IN_PLACE
             if call.outputs[0].shape != call.tensors[self.writes].shape:
                 sig.spec = specs[0]
         elif finish is not None:
@@ -508,6 +498,16 @@ class Op:
                 legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
         legal.append("all Replicate")
         return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
+
+
+def _noting(session: Any, finish: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
+    """``finish`` for an op that writes into its inputs beside making results: values fetched before are then old."""
+
+    def call(outs: list[Any]) -> Any:
+        session.num_mutations += 1
+        return outs[0] if finish is None else finish(outs)
+
+    return call
 
 
 def _unmixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
@@ -594,4 +594,5 @@ def elements(shape: tuple[int, ...]) -> int:
 
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, refresh_all, wrote  # noqa: E402
+from dtorch.ops._out import write_out  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

@@ -122,7 +122,8 @@ def _padded(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int,
     if call.arg(2, "mode", "constant") == "constant":
         return True
     shape = call.tensors[0].shape
-    return all(a < b for at in coords(call.mesh_shape) for a, b in box(shape, ins[0], call.mesh_shape, at))
+    boxes = (box(shape, ins[0], call.mesh_shape, at) for at in coords(call.mesh_shape))
+    return all(a < b or size == 0 for part in boxes for (a, b), size in zip(part, shape, strict=True))
 
 
 row("pad", _pad, verify=_padded, in_place=False, places="torch.nn.functional")

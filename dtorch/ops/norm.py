@@ -91,11 +91,15 @@ def _batch_norm(call: Call) -> list[Sig]:
     """
     is_functional = call.name.startswith("torch.nn.functional")
     x = call.tensors[0]
+    if x.ndim < 2:
+        return []
     rest = call.num_inputs - 1
     at = (1, 2, 3, 4) if is_functional else (3, 4, 1, 2)
     mean, var = index_of(call, at[0], "running_mean"), index_of(call, at[1], "running_var")
     training = bool(call.arg(5, "training", False))
     channels = sharded(call, (1, *(0,) * rest), 1, kernel="filled")
+    if x.ndim < 2:
+        return []
     if not training:
         return [channels] + [sharded(call, (d, *(R,) * rest), d, kernel="filled") for d in range(x.ndim) if d != 1]
     momentum = call.arg(6, "momentum", 0.1)

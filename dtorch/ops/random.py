@@ -172,6 +172,8 @@ def rrelu(
     input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
     """``F.rrelu``; outside training a leaky_relu, which draws nothing."""
+    if lower > upper:
+        raise RuntimeError("Lower bound should be less than or equal to the upper bound")
     if training:
         made = record("torch.rrelu", input, lower, upper, True)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtorch.ops._call import Rule
+from dtorch.ops._call import FLAT, Rule, flat_tensors
 from dtorch.ops._choose import Verify
 from dtorch.ops._op import Op
 from dtorch.tensor import TORCH
@@ -129,8 +129,19 @@ def resolve(name: str) -> Callable[..., Any]:
     op = OPS.get(name)
     if op is not None:
         return op.fn
+    if name.startswith(FLAT):
+        return flattened(resolve(name[len(FLAT) :]))
     found = _extra.get(name)
     return found if found is not None else unknown(name)
+
+
+def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with the tensors of its nested result in a flat tuple."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(flat_tensors(fn(*args, **kwargs)))
+
+    return call
 
 
 def _no_such_op(name: str) -> Callable[..., Any]:
