@@ -34,9 +34,11 @@ from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.face import TorchTensor
 from dtorch.distribute import distribute
+from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
 from dtorch.streams import as_completed
+from dtorch.visual import visualize_sharding
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -60,6 +62,8 @@ __all__ = [  # noqa: PLE0604
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",
+    "HeldPiece",
+    "Inspection",
     "MemoryStats",
     "MeshError",
     "OpError",
@@ -82,12 +86,14 @@ __all__ = [  # noqa: PLE0604
     "distribute",
     "init",
     "init_device_mesh",
+    "inspect",
     "manual_seed",
     "memory_stats",
     "shutdown",
     "statistics",
     "synchronize",
     "synchronize_async",
+    "visualize_sharding",
     *_creation,
 ]
 

@@ -322,6 +322,11 @@ class DeviceMesh:
         names = "" if self.dim_names is None else f", dim_names=({_quoted(self.dim_names)})"
         return f'DeviceMesh("{self.device_type}", {self.mesh}{names})'
 
+    def _repr_html_(self) -> str:
+        from .visual import mesh_html
+
+        return mesh_html(self)
+
 
 def init_device_mesh(
     device_type: str, mesh_shape: Iterable[int], *, mesh_dim_names: Sequence[str] | None = None

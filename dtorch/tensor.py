@@ -351,6 +351,11 @@ class Tensor(TensorFuture):
             f"{values}\nshape={tuple(spec.shape)}, dtype={spec.dtype}, device_mesh={spec.mesh}, placements=[{placed}]"
         )
 
+    def _repr_html_(self) -> str:
+        from dtorch.visual import tensor_html
+
+        return tensor_html(self)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
