@@ -34,6 +34,7 @@ from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.face import TorchTensor
 from dtorch.distribute import distribute
+from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
@@ -44,6 +45,7 @@ from dtorch.transport.errors import (
     ConnectionLostError,
     DTorchError,
     MeshError,
+    NonFiniteError,
     OpError,
     PlacementError,
     ProtocolError,
@@ -66,6 +68,7 @@ __all__ = [  # noqa: PLE0604
     "Inspection",
     "MemoryStats",
     "MeshError",
+    "NonFiniteError",
     "OpError",
     "Partial",
     "Placement",
@@ -82,6 +85,7 @@ __all__ = [  # noqa: PLE0604
     "WorkerLostError",
     "as_completed",
     "auto_redistribute",
+    "check_finite",
     "compile",
     "distribute",
     "init",

@@ -6,6 +6,7 @@
     +-- PlacementError       (ValueError)      the user's placements do not allow the op
     +-- MeshError            (ValueError)      a mesh is malformed, or tensors live on different meshes
     +-- OpError              (RuntimeError)    an op failed on a worker; also the original torch type where one exists
+    +-- NonFiniteError       (FloatingPointError) an op gave NaN or Inf inside ``check_finite()``
     +-- SessionClosedError   (RuntimeError)    you shut the runtime down and then used one of its tensors
     +-- WorkerLostError      (RuntimeError)    the world broke it: a worker process is gone
     +-- ConnectionLostError  (ConnectionError) the world broke it: the control plane is gone
@@ -115,6 +116,37 @@ class OpError(DTorchError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return op_error, (self.args,)
+
+
+class NonFiniteError(DTorchError, FloatingPointError):
+    """Inside ``dtorch.check_finite()``, an op gave a value that is not finite.
+
+    Attributes:
+        op: public name of the op.
+        location: ``file:line`` of the user's call, or "".
+        source: text of that line, or "".
+        inputs: one entry per tensor input: shape, dtype and placements, as text.
+        output: the same of the result.
+        num_nan: elements that are NaN.
+        num_inf: elements that are infinite.
+    """
+
+    def __init__(
+        self, op: str, location: str, source: str, inputs: list[str], output: str, num_nan: int, num_inf: int
+    ) -> None:
+        super().__init__(op, location, source, inputs, output, num_nan, num_inf)
+        self.op, self.location, self.source, self.inputs, self.output = op, location, source, inputs, output
+        self.num_nan, self.num_inf = num_nan, num_inf
+
+    def __str__(self) -> str:
+        kinds = ((self.num_nan, "NaN"), (self.num_inf, "infinite"))
+        lines = [f"{self.op} gave {' and '.join(f'{num} {kind}' for num, kind in kinds if num)} elements"]
+        if self.location:
+            lines.append(f"  at {self.location}")
+        if self.source:
+            lines.append(f"     {self.source}")
+        lines.extend(f"  input {i}: {text}" for i, text in enumerate(self.inputs))
+        return "\n".join([*lines, f"  output: {self.output}"])
 
 
 def op_error(facts: tuple[Any, ...]) -> OpError:
