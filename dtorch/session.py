@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import linecache
 import logging
-import math
 import os
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,15 +16,15 @@ from typing import Any
 
 import torch
 
-from dtorch import assemble
+from dtorch.failures import Failures, note, with_notes
+from dtorch.fetches import INLINE_BYTES, Fetches
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
-from dtorch.placement import Placement, from_code, normalize
+from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, Controller, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
-from dtorch.runtime.template import dtype_of
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.bulk import Lease, SegmentPool
@@ -35,19 +32,15 @@ from dtorch.transport.errors import (
     ConnectionLostError,
     DTorchError,
     MeshError,
-    OpError,
     SessionClosedError,
     WorkerLostError,
-    op_error,
 )
 from dtorch.transport.messages import (
     Blob,
     Definition,
-    Fetch,
     Forget,
     Layout,
     MeshInfo,
-    Piece,
     Seed,
     SharedBlob,
     Statistics,
@@ -56,19 +49,6 @@ from dtorch.transport.messages import (
 logger = logging.getLogger(__name__)
 
 _new = object.__new__
-
-INLINE_BYTES = 64 * 1024
-"""Tensors up to this size travel inside messages; larger ones through shared memory."""
-
-MAX_FAILURES = 4096
-"""Failed calls remembered; the oldest are forgotten first."""
-
-_ALIGN = 64
-
-_arrived: Promise[Any] = Promise()
-_arrived.set_result(None)
-"""Stands in a tensor for its last fetch once the value has been handed over, so that the tensor does not hold it."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -80,23 +60,6 @@ class Options:
     sync: bool = False
     num_threads: int = 1
     start_timeout_s: float = 120.0
-
-
-@dataclass(frozen=True)
-class _Fetching:
-    """A fetch under way.
-
-    Attributes:
-        tensor: kept, so that its slot is not freed before the workers have read it.
-        full: where the workers write the whole value, when it is large.
-        parts: else where they write each device's piece, when these are large.
-    """
-
-    promise: Promise[Any]
-    finish: Callable[[dict[int, torch.Tensor]], Any]
-    tensor: Tensor
-    full: torch.Tensor | None
-    parts: dict[int, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -128,11 +91,8 @@ class Session:
         self._specs: dict[Any, Spec] = {}
         self._lock = threading.RLock()
         self._tickets = itertools.count(1)
-        self._fetches: dict[int, _Fetching] = {}
         self._counts: dict[int, Promise[tuple[Statistics, ...]]] = {}
-        self._failures: dict[tuple[int, int], tuple[OpError, tuple[int, int]]] = {}  # (worker, number): error, call
-        self._unseen: dict[tuple[int, int], OpError] = {}  # failed calls (seq, index) that nobody was told of
-        self._seen: dict[tuple[int, int], None] = {}  # those that somebody was told of; more workers may report them
+        self._failures = Failures()
         self._signatures: dict[int, SignatureFacts] = {}
         self.epoch = 0  # changes when signatures are forgotten
         self._pool = SegmentPool()
@@ -157,6 +117,7 @@ class Session:
         # All workers draw alike, whatever the preloaded process has in its generator.
         self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
+        self._fetches = Fetches(self.recorder, self._pool, self._failures)
 
     # ---- meshes and specs
 
@@ -329,82 +290,14 @@ class Session:
         self.check_open()
         if tensor._spec.link == STALE:
             _refresh(tensor)
-        under_way = getattr(tensor, "_fetching", None)
-        if under_way is not None and under_way[0] == self.num_mutations and not under_way[1].done:
-            return under_way[1]  # type: ignore[no-any-return]
-        spec = tensor._spec
-        shape, mesh_shape = tuple(spec.shape), tuple(spec.mesh.shape)
-        devices = spec.mesh.devices
-        wanted = assemble.providers(shape, spec.codes, mesh_shape, devices)
-
-        def finish(pieces: dict[int, torch.Tensor]) -> torch.Tensor:
-            return assemble.whole(shape, spec.codes, mesh_shape, devices, pieces, spec.dtype)
-
-        direct = not any(p.is_partial() for p in spec.placements)
-        return self._fetch(tensor, wanted, finish, now, direct, True)
+        return self._fetches.value(tensor, now, self.num_mutations)
 
     def fetch_shards(self, tensor: Tensor) -> Promise[list[torch.Tensor]]:
         """Ask for every device's piece, in row-major mesh order."""
         self.check_open()
         if tensor._spec.link == STALE:
             _refresh(tensor)
-        devices = tensor._spec.mesh.devices
-
-        def finish(pieces: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-            return [pieces[d] for d in devices]
-
-        return self._fetch(tensor, devices, finish, True, False, False)
-
-    def _fetch(
-        self, tensor: Tensor, devices: tuple[int, ...], finish: Callable[[dict[int, torch.Tensor]], Any], now: bool,
-        direct: bool, whole: bool,
-    ) -> Promise[Any]:
-        """Ask for the pieces of ``devices``; the promise gets what ``finish`` makes of them.
-
-        Args:
-            direct: the pieces make the whole by just being laid side by side.
-            whole: this is a fetch of the value, which others may share while it is under way.
-        """
-        spec = tensor._spec
-        promise: Promise[Any] = Promise()
-        ticket = next(self._tickets)
-        into, layout, full, parts = None, None, None, None
-        offsets: tuple[int, ...] = ()
-        try:
-            if direct and spec.size_bytes > INLINE_BYTES:
-                lease = self._pool.lease(spec.size_bytes)
-                full = lease.tensor.view(spec.dtype).view(spec.shape)
-                into, layout = lease.blob, spec.layout
-            elif spec.size_bytes > INLINE_BYTES:
-                shapes = self._piece_shapes(spec, devices)
-                sizes = [math.prod(shape) * spec.dtype.itemsize for shape in shapes]
-                steps = [-(-size // _ALIGN) * _ALIGN for size in sizes]
-                offsets = tuple(itertools.accumulate(steps, initial=0))[:-1]
-                lease = self._pool.lease(sum(steps))
-                into = lease.blob
-                parts = {
-                    device: lease.tensor[at : at + size].view(spec.dtype).view(shape)
-                    for device, shape, at, size in zip(devices, shapes, offsets, sizes, strict=True)
-                }
-        except (OSError, OverflowError, MemoryError) as error:
-            # Nobody could make the value either, most likely: ask for no pieces, only for what became of it.
-            devices, finish = (), _no_room(spec, error)
-        fetch = Fetch(ticket, tensor._slot, spec.layout.mesh, tuple(devices), into, layout, offsets)
-        self._fetches[ticket] = _Fetching(promise, finish, tensor, full, parts)
-        try:
-            self.recorder.fetch(fetch, now)
-        except DTorchError:
-            self._fetches.pop(ticket, None)
-            raise
-        if whole:
-            tensor._fetching = (self.num_mutations, promise)
-        return promise
-
-    @staticmethod
-    def _piece_shapes(spec: Spec, devices: Sequence[int]) -> list[tuple[int, ...]]:
-        shapes = assemble.shard_shapes(tuple(spec.shape), spec.codes, tuple(spec.mesh.shape))
-        of = dict(zip(spec.mesh.devices, shapes, strict=True))
-        return [of[device] for device in devices]
+        return self._fetches.shards(tensor)
 
     # ---- the controller's thread
 
@@ -420,27 +313,7 @@ class Session:
                 self._uploading = [(at, lease) for at, lease in self._uploading if at > self._finished_through]
 
     def settled(self, settled: Settled) -> None:
-        fetching = self._fetches.pop(settled.ticket, None)
-        if fetching is None:  # the session is over
-            return
-        promise, tensor = fetching.promise, fetching.tensor
-        under_way = getattr(tensor, "_fetching", None)
-        if under_way is not None and under_way[1] is promise:
-            tensor._fetching = (under_way[0], _arrived)
-        if settled.error is not None:
-            error, call = self._error_of(settled.error)
-            promise.set_exception(error, lambda: self._see(call))
-            return
-        try:
-            if fetching.full is not None:
-                promise.set_result(fetching.full)
-            elif fetching.parts is not None:
-                promise.set_result(fetching.finish(fetching.parts))
-            else:
-                pieces = {piece.device: _tensor_of(piece) for value in settled.values for piece in value.pieces}
-                promise.set_result(fetching.finish(pieces))
-        except Exception as error:
-            promise.set_exception(error)
+        self._fetches.settled(settled)
 
     def counted(self, counted: Counted) -> None:
         promise = self._counts.pop(counted.ticket, None)
@@ -448,57 +321,10 @@ class Session:
             promise.set_result(counted.statistics)
 
     def failed(self, failed: Failed) -> None:
-        failure = failed.failure
-        call = (failure.seq, failure.index)
-        at = self.recorder.source(*call)
+        call = (failed.failure.seq, failed.failure.index)
         signature = self.recorder.signature_of(*call)
         facts = self._signatures.get(signature, UNKNOWN) if signature is not None else UNKNOWN
-        name, inputs = facts.op, facts.inputs
-        location = f"{at[0]}:{at[1]}" if at is not None else ""
-        line = linecache.getline(at[0], at[1]).strip() if at is not None else ""
-        described = [self._describe(layout) for layout in inputs]
-        error = op_error(
-            (
-                name, failure.text, failure.kind, location, line, described, f"worker {failed.worker}", failure.device,
-                failure.trace,
-            )
-        )  # fmt: skip
-        with self._lock:
-            if len(self._failures) >= MAX_FAILURES:
-                del self._failures[next(iter(self._failures))]
-            self._failures[failed.worker, failure.error] = (error, call)
-            if call not in self._seen and len(self._unseen) < MAX_FAILURES:
-                self._unseen.setdefault(call, error)
-
-    def _describe(self, layout: Layout) -> str:
-        placed = ", ".join(str(from_code(c)) for c in layout.codes)
-        return f"{layout.dtype}{list(layout.shape)} on [{placed}]"
-
-    def _error_of(self, which: tuple[int, int]) -> tuple[OpError, tuple[int, int]]:
-        """A new exception for failure (worker, number), and the call that failed."""
-        with self._lock:
-            if which[1] < 0 and self._failures:
-                which = next(reversed(self._failures))
-            error, call = self._failures.get(which, (None, (0, -1)))
-        if error is None:
-            return OpError("dtorch", "the value depends on an op that failed"), call
-        return _with_notes(op_error(error.args)), call
-
-    def _see(self, call: tuple[int, int]) -> None:
-        """Somebody is told of this failed call, so it need not be reported any more."""
-        with self._lock:
-            self._unseen.pop(call, None)
-            while len(self._seen) >= MAX_FAILURES:
-                del self._seen[next(iter(self._seen))]
-            self._seen[call] = None
-
-    def _take_unseen(self) -> list[OpError]:
-        """Errors of calls that nobody was told of; from now on they count as told."""
-        with self._lock:
-            calls, errors = list(self._unseen), list(self._unseen.values())
-            for call in calls:
-                self._see(call)
-            return errors
+        self._failures.add(failed, facts.op, facts.inputs, self.recorder.source(*call))
 
     def lost(self, worker: int, reason: str) -> None:
         self._end(WorkerLostError(f"worker {worker}", reason))
@@ -520,11 +346,11 @@ class Session:
         def finish() -> None:
             error = answer.peek()
             if error is None:
-                unseen = self._take_unseen()
+                unseen = self._failures.take_unseen()
                 if unseen:
-                    error = _with_notes(op_error(unseen[0].args))
+                    error = with_notes(unseen[0])
                     if len(unseen) > 1:
-                        _note(error, f"{len(unseen) - 1} more calls have failed since the last synchronize()")
+                        note(error, f"{len(unseen) - 1} more calls have failed since the last synchronize()")
             if error is not None:
                 done.set_exception(error)
             else:
@@ -586,7 +412,7 @@ class Session:
             self._end(SessionClosedError("the session of this tensor was shut down"))
         self.thread.close()
         self._pool.close()
-        unseen = self._take_unseen()
+        unseen = self._failures.take_unseen()
         if unseen:
             first = unseen[0]
             more = f"\n({len(unseen) - 1} more calls have failed.)" if len(unseen) > 1 else ""
@@ -600,41 +426,10 @@ class Session:
 
         self.recorder.close(error)
         table.clear_caches()
-        while self._fetches:
-            _, fetching = self._fetches.popitem()
-            fetching.promise.set_exception(again(error))
+        self._fetches.end(error)
         while self._counts:
             _, waiting = self._counts.popitem()
             waiting.set_exception(again(error))
-
-
-def _tensor_of(piece: Piece) -> torch.Tensor:
-    dtype = dtype_of(piece.dtype)
-    data = bytearray(piece.data or b"")
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(piece.shape)
-
-
-def _no_room(spec: Spec, error: Exception) -> Callable[[dict[int, torch.Tensor]], Any]:
-    text = f"no memory in this process for the value, {spec}, {spec.size_bytes} bytes: {error}"
-
-    def finish(_: dict[int, torch.Tensor]) -> Any:
-        raise torch.OutOfMemoryError(text)
-
-    return finish
-
-
-def _with_notes(error: OpError) -> OpError:
-    if error.trace:
-        _note(error, f"Traceback on {error.worker}:\n{error.trace.rstrip()}")
-    return error
-
-
-def _note(error: BaseException, text: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:  # tracebacks of older Pythons show no notes, so the text itself grows
-        error.__dict__.setdefault("__notes__", []).append(text)
 
 
 def _refresh(tensor: Tensor) -> None:
@@ -654,7 +449,9 @@ def current_session() -> Session:
     session = _session
     if session is not None and session.recorder.closed is None:
         return session
-    return init()
+    with _guard:  # two threads that both find none must not end each other's
+        session = _session
+        return session if session is not None and session.recorder.closed is None else init()
 
 
 def init(
@@ -671,9 +468,8 @@ def init(
     Args:
         workers: "shared" (one process hosts all CPU devices; default) or "per-device" (one process each, gloo between
             them). CUDA devices always have a process each. DTORCH_WORKERS sets the default.
-        virtual: device kinds and what stands for them, such as ``{"cuda": "cpu"}``, or ``{"cuda": "cuda:0"}`` to put all
-            ids onto one GPU. DTORCH_VIRTUAL=cuda=cpu sets the
-            default.
+        virtual: device kinds and what stands for them, such as ``{"cuda": "cpu"}``, or ``{"cuda": "cuda:0"}`` to put
+            all ids onto one GPU. DTORCH_VIRTUAL=cuda=cpu sets the default.
         listen: "host" or "host:port" makes the control plane listen on TCP instead of a private unix socket.
         sync: run op by op, so that an op that fails on a worker raises at its own line; slow, for debugging.
             DTORCH_SYNC=1 sets the default.
@@ -694,7 +490,8 @@ def init(
     for kind, other in virtual.items():
         if not re.fullmatch(r"cpu|cuda(:\d+)?", other):
             raise ValueError(
-                f"virtual={{{kind!r}: {other!r}}}: 'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
+                f"virtual={{{kind!r}: {other!r}}}: "
+                "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
             )
     if sync is None:
         sync = os.environ.get("DTORCH_SYNC", "") not in ("", "0")

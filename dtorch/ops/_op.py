@@ -75,6 +75,8 @@ class Op:
         self.verify = verify
         self.writes = writes
         self.numbers = numbers
+        self._all_numbers = numbers is True
+        self._some_numbers: frozenset[int | str] = frozenset() if isinstance(numbers, bool) else numbers
         self.random = random
         self.is_view = is_view
         self.stand_in = stand_in
@@ -105,8 +107,7 @@ class Op:
         key: list[Any] = []
         ins: list[int] = []
         nums: list[Any] = []
-        numbers = self.numbers
-        all_numbers = numbers is True
+        numbers, all_numbers = self._some_numbers, self._all_numbers
         for position, a in enumerate(args):
             t = type(a)
             if t is Tensor:
@@ -114,7 +115,7 @@ class Op:
                 ins.append(a._slot)
             elif t is int or t is float:
                 key.append(t)
-                if all_numbers or (numbers and position in numbers):
+                if all_numbers or position in numbers:
                     nums.append(a)
                 else:
                     key.append(a)
@@ -134,7 +135,7 @@ class Op:
                     ins.append(a._slot)
                 elif t is int or t is float:
                     key.append(t)
-                    if all_numbers or (numbers and name in numbers):
+                    if all_numbers or name in numbers:
                         nums.append(a)
                     else:
                         key.append(a)

@@ -46,7 +46,7 @@ def may_fork() -> bool:
         return False
     if threading.active_count() != 1 or threading.current_thread() is not threading.main_thread():
         return False
-    if (_num_threads() or 1 << 30) > _threads_at_import or torch.cuda.is_initialized():
+    if (_num_threads() or 1 << 30) > _threads_at_import or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
