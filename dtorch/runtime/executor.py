@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -307,9 +308,10 @@ class Executor:
                 if position in kills:
                     parts.append(Local({i: [_killing(kills[position], step.index)] for i in bound.functions}))
                 continue
-            if not parts or not isinstance(parts[-1], Local):
-                parts.append(Local({}))
-            local = parts[-1]
+            local = parts[-1] if parts else None
+            if not isinstance(local, Local):
+                local = Local({})
+                parts.append(local)
             for index, fn in bound.functions.items():
                 runs = local.runs.setdefault(index, [])
                 append(runs, *instruction(step, fn), step.index)
@@ -396,7 +398,7 @@ class Executor:
                                     s[out] = value
                     break
                 except Exception as error:
-                    position = len(code) - rest.__length_hint__() - 1
+                    position = len(code) - length_hint(rest) - 1
                     self._failed(index, form, code[position], run.calls[position], error)
 
     def _failed(self, index: int, form: int, code: tuple[Any, ...], call: int, error: Exception) -> None:

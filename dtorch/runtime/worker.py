@@ -16,6 +16,7 @@ from dtorch.runtime.layout import box, coords, slices
 from dtorch.runtime.template import dtype_name
 from dtorch.transport.bulk import open_blob
 from dtorch.transport.messages import (
+    Allow,
     AskRandomState,
     AskStatistics,
     Batch,
@@ -49,6 +50,7 @@ class Worker:
         resolve: op name -> function, from the op table.
         make_group: (members, kind) -> process group.
         send: passes a message to the controller.
+        allow: told of names that ``resolve`` may import.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Worker:
         resolve: Callable[[str], Callable[..., Any]],
         make_group: Callable[[tuple[int, ...], str], Group],
         send: Callable[[FromWorker], None],
+        allow: Callable[[tuple[str, ...]], None] = len,
     ) -> None:
         self.number = number
+        self._allow = allow
         self._virtual = virtual
         self._resolve = resolve
         self._make_group = make_group
@@ -95,11 +99,13 @@ class Worker:
                     executor.add_program(program)
             case Forget(session, sig):
                 self._session(session).forget(sig)
+            case Allow(_, names):
+                self._allow(names)
             case Seed(_, seed):
                 torch.manual_seed(seed)
             case AskRandomState(session, ticket):
                 states = {"cpu": _bytes(torch.get_rng_state())}
-                if torch.cuda.is_initialized():
+                if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                     states["cuda"] = _bytes(torch.cuda.get_rng_state())
                 self._send(RandomState(session, ticket, states))
             case RandomState(_, _, states):
