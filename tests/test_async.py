@@ -129,8 +129,10 @@ def test_loops_that_come_and_go(mesh: DeviceMesh, runner: Any) -> None:
     for _ in range(3):
         assert torch.equal(runner(main()), torch.full((3,), 2.0))
 
+    left: list[asyncio.Future[torch.Tensor]] = []
+
     async def leaves() -> None:
-        asyncio.ensure_future(_busy(mesh).value())  # cancelled with the loop
+        left.append(asyncio.ensure_future(_busy(mesh).value()))  # cancelled with the loop
         await asyncio.sleep(0)
 
     runner(leaves())

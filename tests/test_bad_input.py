@@ -75,7 +75,8 @@ def test_a_shard_dim_out_of_range(mesh: DeviceMesh, dim: int) -> None:
     ):
         with pytest.raises(dtorch.PlacementError) as caught:
             make()
-        assert str(caught.value).startswith(f"Expected a dim from -2 to 1 (the tensor has 2 dims), got Shard(dim={dim});")
+        words = f"Expected a dim from -2 to 1 (the tensor has 2 dims), got Shard(dim={dim});"
+        assert str(caught.value).startswith(words)
 
 
 def test_negative_dims_count_from_the_end(mesh: DeviceMesh) -> None:

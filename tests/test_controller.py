@@ -55,7 +55,8 @@ def mesh(number: int, *devices: int, kind: str = "cpu") -> MeshInfo:
 
 def definition(sig: int, *meshes: int, random: bool = False) -> Definition:
     layouts = tuple(Layout(m, (2,), "float32", (-1,)) for m in meshes)
-    return Definition(sig, "torch.neg", "local", [], {}, layouts[:1], layouts[-1:], (), {"random": True} if random else {})
+    params = {"random": True} if random else {}
+    return Definition(sig, "torch.neg", "local", [], {}, layouts[:1], layouts[-1:], (), params)
 
 
 def batch(seq: int, *sigs: int, **more: Any) -> Submitted:
@@ -287,7 +288,7 @@ def test_last_words_become_part_of_the_reason() -> None:
 
 
 def test_the_echo_of_a_lost_worker_is_not_taken_for_the_cause() -> None:
-    """1. Worker 2 dies. 2. Worker 1 notices first: its exchange fails, and so does the value. 3. The end is reported."""
+    """1. Worker 2 dies. 2. Worker 1 notices first: its exchange fails, so does the value. 3. The end is reported."""
     machine = apart()
     machine.handle(batch(2, 1, fetches=(fetch(9, 1),)))
     echo = failure(kind="ConnectionLostError", text="connection reset")

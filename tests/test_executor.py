@@ -45,8 +45,13 @@ def _pick(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 TABLE: dict[str, Callable[..., Any]] = {
-    "neg": torch.neg, "add": torch.add, "mul": torch.mul, "add_": torch.Tensor.add_, "pick": _pick, "no_memory": _no_memory,
-}  # fmt: skip
+    "neg": torch.neg,
+    "add": torch.add,
+    "mul": torch.mul,
+    "add_": torch.Tensor.add_,
+    "pick": _pick,
+    "no_memory": _no_memory,
+}
 UPLOAD, NEG, ADD, SCALE, ADD_IN_PLACE, PICK, NO_MEMORY_OP, MOVE, SUM = range(1, 10)
 REPLICATED, SHARDED, PARTIAL = -1, 0, -2
 
@@ -242,7 +247,7 @@ def test_a_batch_that_cannot_be_right_is_refused(bench: Bench, body: bytes, word
 def test_a_definition_of_an_unknown_op_is_refused(bench: Bench) -> None:
     layout = Layout(1, (4,), "float32", (-1,))
     bench.tell(Define(1, (), (Definition(60, "os.system", "local", [["t", 0]], {}, (layout,), (layout,)),)))
-    with pytest.raises(ProtocolError, match="no op 'os.system' in the table"):
+    with pytest.raises(ProtocolError, match=r"no op 'os\.system' in the table"):
         bench.run([60, 1, 0])
 
 

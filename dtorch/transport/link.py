@@ -191,7 +191,7 @@ class WebSocketLink(Link):
                 self._pending -= len(frame)
         except ConnectionError as error:
             self.reason = self.reason or str(error)  # the reader learns of the cut by itself
-            self._closed = True
+            self._end_direct()
         finally:
             self._queue.clear()
             self._pending = 0
@@ -222,11 +222,7 @@ class WebSocketLink(Link):
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         if self._closed and self._ws.closed and self._release is None:
             return
-        with self._write_lock:
-            self._closed = True
-            if self._direct is not None:
-                self._direct.close()
-                self._direct = None
+        self._end_direct()
         if self._rest:
             self._send_rest()
         self.reason = self.reason or reason
@@ -242,6 +238,14 @@ class WebSocketLink(Link):
                 self._flusher.cancel()
             if release is not None:
                 await release()
+
+    def _end_direct(self) -> None:
+        """No thread sends any more."""
+        with self._write_lock:
+            self._closed = True
+            if self._direct is not None:
+                self._direct.close()
+                self._direct = None
 
     async def _goodbye(self, reason: str, code: int) -> None:
         if self._flusher is not None:
