@@ -340,6 +340,7 @@ def test_embedding() -> None:
     check(F.embedding, ids, values(10, 3), mesh=[(4,)], limit=12)
     check(lambda i, w: F.embedding(i, w, padding_idx=0), ids, values(10, 1), limit=16)
     check(lambda i: F.one_hot(i, 10), ids, legal=True)
+    check(F.one_hot, ids, legal=True, limit=8)
     w = distribute(values(10, 3), mesh_of(4), [Shard(0)])
     assert F.embedding(distribute(ids, mesh_of(4), [R]), w).placements == (Partial(),)
 
@@ -395,6 +396,12 @@ def test_elementwise_losses(name: str) -> None:
         check(call(f"nn.functional.{name}", reduction=reduction), values(5, 4), values(5, 4).abs(), limit=12)
 
 
+def test_losses_of_half_precision_overflow_as_in_torch() -> None:
+    x = values(5, 4, dtype=torch.float16) * 8
+    check(F.soft_margin_loss, x, values(5, 4, dtype=torch.float16).sign(), limit=8)
+    check(F.mse_loss, x, values(5, 4, dtype=torch.float16), limit=8)
+
+
 def test_losses_of_several_tensors() -> None:
     for reduction in ("mean", "sum", "none"):
         check(
@@ -447,6 +454,17 @@ def test_attention_with_a_mask(shape: tuple[int, ...]) -> None:
     check(lambda q, k, v, m: fn(q, k, v, attn_mask=m), q, k, v, values(*shape), legal=legal, limit=10)
     mask = values(*shape) > -2
     check(lambda q, k, v, m: fn(query=q, key=k, value=v, attn_mask=m), q, k, v, mask, legal=legal, limit=4)
+
+
+def test_attention_drops_what_torch_drops() -> None:
+    q, k = values(2, 3, 4, 2), values(2, 3, 5, 2)
+
+    def dropping(*heads: Any) -> Any:
+        torch.manual_seed(3)
+        dtorch.manual_seed(3)
+        return F.scaled_dot_product_attention(*heads, dropout_p=0.5)
+
+    check(dropping, q, k, k, limit=8)
 
 
 def test_grouped_heads_that_do_not_fit_the_mesh_are_refused() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from dtorch.ops._call import Call, R, Sig, sharded
+from dtorch.ops._op import Op
+from dtorch.ops._rules import replicate_only
 from dtorch.ops.norm import index_of
-from dtorch.ops.table import row
+from dtorch.ops.table import OPS, composite, row
 from dtorch.runtime.layout import box, coords, is_shard, shard_block, shard_code, shard_dim
 
 
@@ -16,7 +22,7 @@ def _attention(call: Call) -> list[Sig]:
     """
     q, k, v = call.tensors[:3]
     roles = [index_of(call, i, name) for i, name in enumerate(("query", "key", "value"))]
-    if call.arg(4, "dropout_p", 0.0) or roles != [0, 1, 2]:
+    if roles != [0, 1, 2]:
         return []
     ndim = call.outputs[0].ndim
     shape = (*call.outputs[0].shape[:-1], k.shape[-2])  # of the mask
@@ -62,3 +68,22 @@ def consistent(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[i
 
 
 row("scaled_dot_product_attention", _attention, verify=consistent, places="torch.nn.functional")
+
+_DROPPING = "attention.dropout"
+OPS[_DROPPING] = Op(_DROPPING, torch.nn.functional.scaled_dot_product_attention, replicate_only, random=True)
+_PLAIN = OPS["torch.nn.functional.scaled_dot_product_attention"]
+
+
+@composite(torch.nn.functional.scaled_dot_product_attention, functional="scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Any:
+    """As torch's. With dropout the numbers are drawn for the whole, and every input must be replicated."""
+    op = OPS[_DROPPING] if dropout_p else _PLAIN
+    return op.record((query, key, value, attn_mask, dropout_p, is_causal), more)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from dtorch.ops._call import Call, R, Rule, Sig, TensorArg, sharded
 from dtorch.ops._rules import P_AVG, P, pointwise
 from dtorch.ops.norm import index_of
-from dtorch.ops.table import row
+from dtorch.ops.table import OPS, composite, row
+from dtorch.policy import auto_redistribute
 from dtorch.runtime.layout import is_shard
 
 
@@ -158,3 +161,12 @@ row("poisson_nll_loss", _elementwise(4, 6, 7), places="torch.nn.functional")
 row("cosine_embedding_loss", _margin_cosine, places="torch.nn.functional")
 row("cross_entropy", _classes(is_log=False), places="torch.nn.functional")
 row("nll_loss", _classes(is_log=True), places="torch.nn.functional")
+
+
+@composite(torch.nn.functional.one_hot, functional="one_hot")
+def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    """As torch's. Without ``num_classes`` it waits for the largest value, which decides the shape."""
+    if num_classes == -1 and tensor.numel():
+        with auto_redistribute():
+            num_classes = int(tensor.max().item()) + 1
+    return OPS["torch.nn.functional.one_hot"].record((tensor, num_classes), {})

@@ -42,23 +42,25 @@ def embedding(site: Site) -> Callable[..., Any]:
 
 @kernel("loss_mean")
 def loss_mean(site: Site) -> Callable[..., Any]:
-    """A summand of a loss' mean: its local sum over the global count. params: reduction_at, count."""
+    """A summand of a loss' mean: its local sum over the global count. params: reduction_at, count.
+
+    As in torch, the losses of half precision are summed in single precision, each is computed in its own.
+    """
     definition = site.definition
     at, count = site.params["reduction_at"], site.params["count"]
-    args, kwargs = list(definition.args), dict(definition.kwargs)
-    if len(args) > at:
-        args[at] = "sum"
-    else:
-        kwargs["reduction"] = "sum"
-    call = bind(site.fn, args, kwargs, site.filler(), len(definition.inputs), num_numbers(definition))
     dtype = site.dtype(definition.outputs[0])
     carried = wide(dtype)
-    narrow = carried != dtype
+    reduction = "sum" if carried == dtype else "none"
+    args, kwargs = list(definition.args), dict(definition.kwargs)
+    if len(args) > at:
+        args[at] = reduction
+    else:
+        kwargs["reduction"] = reduction
+    call = bind(site.fn, args, kwargs, site.filler(), len(definition.inputs), num_numbers(definition))
 
     def run(*values: Any) -> torch.Tensor:
-        if narrow:
-            values = tuple(v.to(carried) if isinstance(v, torch.Tensor) and v.dtype == dtype else v for v in values)
         total: torch.Tensor = call(*values)
+        total = total if reduction == "sum" else total.sum(dtype=carried)
         return (total / count if count else total * math.nan).to(dtype)
 
     return run
