@@ -36,6 +36,7 @@ from dtorch.face import TorchTensor
 from dtorch.distribute import distribute
 from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
+from dtorch.ops.custom import register_op
 from dtorch.policy import auto_redistribute
 from dtorch.session import init, shutdown
 from dtorch.streams import as_completed
@@ -93,6 +94,7 @@ __all__ = [  # noqa: PLE0604
     "inspect",
     "manual_seed",
     "memory_stats",
+    "register_op",
     "shutdown",
     "statistics",
     "synchronize",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtorch import creation
-from dtorch.ops import table
+from dtorch.ops import custom, table
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError
@@ -80,7 +80,7 @@ async def _serve(args: dict[str, Any]) -> None:
         store = SessionStore(address, token, name)
         return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
 
-    worker = Worker(number, dict(args["virtual"]), table.resolve, group, send)
+    worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow)
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():

@@ -44,8 +44,8 @@ def write_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             continue
         if target.numel():
             warnings.warn(
-                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does "
-                f"not match the required output shape {list(value.shape)}. Tensors that shared its memory no longer do.",
+                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which "
+                f"does not match the required output shape {list(value.shape)}. Tensors that shared its memory keep theirs.",
                 stacklevel=4,
             )
         swap(target, value.to(target.dtype) if value.dtype != target.dtype else value)

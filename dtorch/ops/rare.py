@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from dtorch import policy
+from dtorch.ops._alias import swap
 from dtorch.ops._op import Op
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.shapes import Sized
 from dtorch.ops.table import OPS, composite, row
 from dtorch.ops.view import front, record
+from dtorch.placement import Replicate
 from dtorch.tensor import TORCH, Tensor
 
 F = torch.nn.functional
@@ -62,6 +65,33 @@ def tensor_split(input: Tensor, *given: Any, **named: Any) -> Any:
         where = named.pop("tensor_indices_or_sections")
         named["indices" if where.ndim else "sections"] = where
     return record("torch.tensor_split", input, *map(plain, given), **{k: plain(v) for k, v in named.items()})
+
+
+# ---- another size for the same memory
+
+row("resize_", replicate_only, writes=0, in_place=False, places="torch.Tensor")
+row("resize_as_", replicate_only, writes=0, in_place=False, places="torch torch.Tensor")
+
+
+def _resizing(name: str) -> None:
+    op = OPS[name]
+
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if policy.is_auto() and any(not p.is_replicate() for p in input.placements):
+            whole = input.redistribute([Replicate()] * input.device_mesh.ndim)
+            op.record((whole, *args), kwargs)
+            swap(input, whole)
+            return input
+        op.record((input, *args), kwargs)
+        return input
+
+    call.__name__ = call.__qualname__ = op.short_name
+    call.__doc__ = f"``{name}`` of a replicated tensor; under the policy a sharded one becomes replicated."
+    front(op.short_name)(call)
+
+
+_resizing("torch.Tensor.resize_")
+_resizing("torch.resize_as_")
 
 
 # ---- shapes that depend on values

@@ -71,6 +71,8 @@ def take_along_dim(input: Tensor, indices: Any, dim: int | None = None, *, out: 
                 f"{input.ndim} dimensions for input, and {indices.ndim} dimensions for indices"
             )
         dim %= input.ndim
+        if input.shape[dim]:
+            indices = indices.remainder(input.shape[dim])  # negative ones count from the end
         one = [1 if d == dim else n for d, n in enumerate(input.shape)]
         two = [1 if d == dim else n for d, n in enumerate(indices.shape)]
         common = list(torch.broadcast_shapes(tuple(one), tuple(two)))  # type: ignore[no-untyped-call]

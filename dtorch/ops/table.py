@@ -129,6 +129,10 @@ def resolve(name: str) -> Callable[..., Any]:
     op = OPS.get(name)
     if op is not None:
         return op.fn
+    if name.startswith("custom:"):
+        from dtorch.ops import custom
+
+        return custom.load(name)
     if name.startswith(FLAT):
         return flattened(resolve(name[len(FLAT) :]))
     found = _extra.get(name)

@@ -22,6 +22,7 @@ from dtorch.runtime.recorder import Outgoing
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
+    Allow,
     AskRandomState,
     AskStatistics,
     Batch,
@@ -55,7 +56,7 @@ class Submitted:
 class Sent:
     """The client sent a message for all workers, in program order."""
 
-    message: Seed | Forget
+    message: Seed | Forget | Allow
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ class Controller:
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
         self._next_ticket = -1
         self._seed: Seed | None = None
+        self._allow: Allow | None = None
         self._has_random = False  # some random op is known
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
@@ -233,6 +235,8 @@ class Controller:
             case Sent(message):
                 if isinstance(message, Seed):
                     self._seed, self._drawn = message, False
+                elif isinstance(message, Allow):
+                    self._allow = message
                 elif isinstance(message, Forget):
                     self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
@@ -327,6 +331,8 @@ class Controller:
         out: list[Instruction] = [Start(number, kind, device, shared)]
         elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
         self._workers[number] = worker
+        if self._allow is not None:
+            worker.queue.append(encode(self._allow))
         if self._meshes:
             known = Define(
                 self.session, tuple(self._meshes), tuple(self._definitions.values()), tuple(self._programs.values())

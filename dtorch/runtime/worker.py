@@ -60,7 +60,7 @@ class Worker:
         resolve: Callable[[str], Callable[..., Any]],
         make_group: Callable[[tuple[int, ...], str], Group],
         send: Callable[[FromWorker], None],
-        allow: Callable[[tuple[str, ...]], None] = len,
+        allow: Callable[[tuple[str, ...]], None] | None = None,
     ) -> None:
         self.number = number
         self._allow = allow
@@ -100,7 +100,8 @@ class Worker:
             case Forget(session, sig):
                 self._session(session).forget(sig)
             case Allow(_, names):
-                self._allow(names)
+                if self._allow is not None:
+                    self._allow(names)
             case Seed(_, seed):
                 torch.manual_seed(seed)
             case AskRandomState(session, ticket):

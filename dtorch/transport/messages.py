@@ -133,6 +133,13 @@ class Seed(msgspec.Struct, frozen=True, tag="seed"):
     seed: int
 
 
+class Allow(msgspec.Struct, frozen=True, tag="allow"):
+    """Names of ops that users registered; a worker imports no others."""
+
+    session: int
+    names: tuple[str, ...]
+
+
 class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
     session: int
     ticket: int
@@ -224,5 +231,5 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
     counters: dict[str, int]
 
 
-ToWorker = Welcome | Define | Batch | Forget | Seed | AskStatistics | AskRandomState | RandomState | Stop
+ToWorker = Welcome | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState | RandomState | Stop
 FromWorker = Hello | Done | Failure | Statistics | RandomState

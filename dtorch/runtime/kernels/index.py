@@ -178,7 +178,7 @@ def redirect(site: Site) -> Callable[..., Any]:
             return value
         for d, ((a, b), (start, stop)) in enumerate(zip(part, own, strict=True)):
             if d != dim and (start, stop) != (a, b):
-                first, last = max(a, start), min(b, stop)
+                first, last = min(max(a, start), stop), min(b, stop)
                 value = value.narrow(d, first - start, max(last - first, 0))
         return value
 

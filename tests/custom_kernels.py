@@ -1,0 +1,29 @@
+"""Functions that stand for a third party's, imported by workers (test_custom_op.py)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def scaled_tanh(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.tanh(x * scale)
+
+
+def row_norms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = x.norm(dim=1)
+    return norms, x / norms[:, None].clamp_min(1e-6)
+
+
+def add_noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn(x.shape)
+
+
+def halve_(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(0.5)
+
+
+def summed_squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x * y).sum()
+
+
+NUMBER = 3
