@@ -7,16 +7,18 @@ what, and the ops then move their inputs to where they can run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dtorch.face import TorchTensor, faced
+from dtorch.interop import factories_off, factories_on
 from dtorch.mesh import DeviceMesh
-from dtorch.placement import Partial, Placement, Replicate, Shard
+from dtorch.placement import Placement, Replicate, Shard
 from dtorch.plans import Style, auto_plan, parse, styles_of
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor
@@ -26,9 +28,14 @@ TENSOR_AXIS, DATA_AXIS = "tp", "dp"
 _MARK = "_dtorch_mesh"
 
 
+M = TypeVar("M", bound=torch.nn.Module)
+
+
 def distribute(
-    module: torch.nn.Module, device_mesh: DeviceMesh, plan: dict[str, str] | str | None = "auto"
-) -> torch.nn.Module:
+    module: M,
+    device_mesh: DeviceMesh,
+    plan: dict[str, str] | dict[re.Pattern[str], str] | str | None = "auto",
+) -> M:
     """Put the parameters and buffers of a torch module on a mesh; it then runs there, called as before.
 
     Plain torch tensors that are given to it are split along dim 0 over the axis "dp", where the mesh has one, and
@@ -39,11 +46,12 @@ def distribute(
         module: any ``torch.nn.Module``; it is changed in place.
         device_mesh: where it goes. Styles split over the axis "tp", or over the only axis of a mesh without names;
             where there is none, every device holds the whole.
-        plan: ``{pattern: style}``, where a pattern is the name of a submodule or parameter, with ``*`` for any part,
-            and a style is "colwise" (output features are split), "rowwise" (input features are split, the results
-            added up), "vocab" (rows of an embedding are split) or "replicate"; "colwise:axis" names another mesh axis,
-            and "colwise/64" cuts at multiples of 64 only, such as the size of an attention head. Where several
-            patterns match, the last one counts. "auto" makes a plan from the module. None replicates everything.
+        plan: ``{pattern: style}``, where a pattern is the name of a submodule or parameter, with ``*`` for any part
+            (or a compiled regular expression for the whole name), and a style is "colwise" (output features are split),
+            "rowwise" (input features are split, the results added up), "vocab" (rows of an embedding are split) or
+            "replicate"; "colwise:axis" names another mesh axis, and "colwise/64" cuts at multiples of 64 only, such as
+            the size of an attention head. Where several patterns match, the last one counts. "auto" makes a plan from
+            the module. None replicates everything.
 
     Returns:
         The same module.
@@ -72,8 +80,9 @@ def distribute(
         if style is not None and style.is_gathered:
             owner.register_forward_hook(_Gather(device_mesh.axis(style.axis)))
     module.__dict__[_MARK] = device_mesh
-    module.register_forward_pre_hook(_Enter(device_mesh), with_kwargs=True)
-    module.register_forward_hook(_leave)
+    enter = _Enter(device_mesh)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(_Leave(enter), always_call=True)
     return module
 
 
@@ -104,12 +113,22 @@ def _styles(module: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> dict[str, S
         return {} if axis is None else auto_plan(module, axis)
     if not isinstance(plan, dict):
         raise TypeError(f"distribute: plan must be a dict, 'auto' or None, not {type(plan).__name__}")
-    names = [name for name, _ in module.named_modules() if name] + [name for name, _ in module.named_parameters()]
+    params = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in module.named_modules() if name] + params
+    holders = {name.rpartition(".")[0] for name in params} | set(params)
     found: dict[str, Style] = {}
     for pattern, text in plan.items():
-        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if isinstance(pattern, re.Pattern):
+            matched, pattern = [name for name in names if pattern.fullmatch(name)], pattern.pattern
+        else:
+            matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             raise ValueError(f"distribute: {pattern!r} matches no submodule or parameter{_near(pattern, names)}")
+        if not any(name in holders for name in matched):
+            raise ValueError(
+                f"distribute: {pattern!r} matches only submodules without parameters of their own; for all that is in "
+                f"them write {matched[0] + '.*'!r}"
+            )
         style = parse(text)
         if style.axis:
             _check_axis(mesh, style.axis, pattern)
@@ -117,7 +136,9 @@ def _styles(module: torch.nn.Module, mesh: DeviceMesh, plan: Any) -> dict[str, S
             style = style.over(axis)
         else:
             continue
-        found.update(dict.fromkeys(matched, style))
+        for name in matched:
+            found.pop(name, None)  # the last one comes last
+            found[name] = style
     return styles_of(module, found)
 
 
@@ -160,9 +181,15 @@ def _wanted(
             if key is None or own == key:
                 full = f"{owner}.{own}" if owner else own
                 dim = style.dim(part, own, value)
+                found.pop(full, None)
                 if dim is not None:
                     axis = mesh.axis(style.axis)
-                    where = Shard(dim, style.block)
+                    if style.block > max(value.shape[dim], 1):
+                        raise ValueError(
+                            f"distribute: {full!r} should be cut at multiples of {style.block}, but its dim {dim} has "
+                            f"{value.shape[dim]} elements"
+                        )
+                    where = style.shard(dim, value.shape[dim], mesh.shape[axis])
                     found[full] = tuple(where if i == axis else Replicate() for i in range(mesh.ndim))
     return found
 
@@ -217,6 +244,7 @@ class _Enter:
         self.data_axis = names.index(DATA_AXIS) if DATA_AXIS in names else None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
         first = next((t for t in _tensors((args, kwargs)) if t.ndim), None)
         num_rows = first.shape[0] if first is not None else 0
 
@@ -235,26 +263,27 @@ class _Enter:
         return faced(current_session().upload(value.detach(), self.mesh, where))
 
 
-def _leave(module: torch.nn.Module, args: Any, out: Any) -> Any:
+class _Leave:
     """A forward hook: results are whole on every axis but "dp", and no summands are left."""
 
-    def leave(value: Any) -> Any:
-        if type(value) is not TorchTensor:
-            return value
-        names = value.device_mesh.dim_names or ()
-        rows = names.index(DATA_AXIS) if DATA_AXIS in names else -1
-        return _whole(value, tuple(i for i in range(value.device_mesh.ndim) if i != rows), also_partial=True)
+    def __init__(self, enter: _Enter) -> None:
+        self.enter = enter
 
-    return _map(leave, out)
+    def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        factories_off(self.enter)
+        axes = tuple(i for i in range(self.enter.mesh.ndim) if i != self.enter.data_axis)
+
+        def leave(value: Any) -> Any:
+            return _whole(value, axes) if type(value) is TorchTensor else value
+
+        return _map(leave, out)
 
 
-def _whole(value: TorchTensor, axes: tuple[int, ...], also_partial: bool = False) -> TorchTensor:
-    spec = value.native._spec
-    wanted = [
-        Replicate() if i in axes or (also_partial and isinstance(p, Partial)) else p
-        for i, p in enumerate(spec.placements)
-    ]
-    return value if tuple(wanted) == spec.placements else value.redistribute(wanted)
+def _whole(value: TorchTensor, axes: tuple[int, ...]) -> TorchTensor:
+    """``value`` replicated along ``axes``, and summed up along others."""
+    placements = value.placements
+    wanted = tuple(Replicate() if i in axes or p.is_partial() else p for i, p in enumerate(placements))
+    return value if wanted == placements else value.redistribute(wanted)
 
 
 def _tensors(tree: Any) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY
 from dtorch.ops._op import Op
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
+from dtorch.session import current_session
 from dtorch.tensor import TORCH, Tensor, missing
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ class TorchTensor(torch.Tensor, TensorFuture):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
+        plain = _written(func, args, kwargs)
+        if plain is not None:
+            return _write_plain(op, plain, args, kwargs or {})
         return _run(op, args, kwargs or {}, _getframe(1))
 
     @classmethod
@@ -202,20 +206,53 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def _mixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
     """For ops that were given native tensors and torch faces together: the answer has the torch face."""
-    if not _has_face((args, kwargs)):
+    if next(_faces((args, kwargs)), None) is None:
         return None
     return (_run(op, args, kwargs, None),)
 
 
-def _has_face(tree: Any) -> bool:
-    if isinstance(tree, (list, tuple)):
-        return any(map(_has_face, tree))
-    if isinstance(tree, dict):
-        return any(map(_has_face, tree.values()))
-    return type(tree) is TorchTensor
-
-
 _op.mixed = _mixed
+
+
+# ---- plain tensors that are written into
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
+    """The plain tensor that a call would write into, if any."""
+    target = kwargs["out"] if kwargs and "out" in kwargs else args[0] if args and _is_write(func) else None
+    return target if isinstance(target, torch.Tensor) and type(target) is not TorchTensor else None
+
+
+@lru_cache(maxsize=4096)
+def _is_write(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or name.strip("_") in _IN_PLACE
+    return name.endswith("_") and not name.startswith("_")
+
+
+def _write_plain(op: Callable[..., Any], plain: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let ``op`` write into a copy on the mesh, fetch it, and write it into the plain tensor: that one is this process'
+    own, and whoever holds it looks there."""
+    mesh = next(_faces((args, kwargs))).device_mesh
+    copy = faced(current_session().upload(plain.detach(), mesh, None))
+    swap = {id(plain): copy}
+    own = tuple(swap.get(id(a), a) for a in args)
+    named = {k: swap.get(id(v), v) for k, v in kwargs.items()}
+    _run(op, own, named, _getframe(2))
+    with torch.no_grad():
+        plain.copy_(copy.to_torch())
+    return plain
+
+
+def _faces(tree: Any) -> Iterator[TorchTensor]:
+    if type(tree) is TorchTensor:
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _faces(value)
+    elif isinstance(tree, dict):
+        yield from _faces(list(tree.values()))
 
 
 # ---- torch functions without a row

@@ -3,6 +3,8 @@
 A torch function mode stands on the thread's mode stack for as long as a ``with mesh:`` block is open on that thread.
 It asks which mesh is in force in the running task, so tasks that interleave on one thread do not see each other's
 mesh; where none is in force it passes everything on.
+
+``factories_on`` does the like inside the forward of a distributed module, where factories give torch-faced tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from dtorch import creation
+from dtorch.face import faced
 from dtorch.mesh import DeviceMesh, current_mesh, on_enter, on_exit
 from dtorch.tensor import TORCH, Tensor
 
@@ -109,6 +112,45 @@ def _exit() -> None:
     _depth.num_blocks -= 1
     if _depth.num_blocks == 0:
         _remove(_depth.mode)
+
+
+class FaceMode(TorchFunctionMode):
+    """Sends torch's factories to one mesh, with the torch face: what the forward of a plain module makes beside its
+    inputs (positions, masks, caches) is then recorded like all else. What is made of given data stays plain."""
+
+    def __init__(self, mesh: DeviceMesh, owner: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.owner = owner
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        make = _SHAPED.get(func)
+        if make is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        given = dict(kwargs or {})
+        device = given.pop("device", None)
+        is_here = device is None or torch.device(device).type == self.mesh.device_type
+        if not is_here or given.get("out") is not None or given.get("generator") is not None:
+            return func(*args, **(kwargs or {}))
+        return faced(make(*args, device_mesh=self.mesh, **given))
+
+
+_SHAPED: dict[Any, Callable[..., Any]] = {factory.fn: factory for factory in creation.FACTORIES.values()}
+
+
+def factories_on(mesh: DeviceMesh, owner: Any) -> None:
+    """From here on this thread's factories make torch-faced tensors on ``mesh``, until ``factories_off(owner)``."""
+    _push(FaceMode(mesh, owner))
+
+
+def factories_off(owner: Any) -> None:
+    """Take back the latest ``factories_on`` of ``owner`` on this thread."""
+    for entry in reversed(_modes()):
+        if isinstance(entry, FaceMode) and entry.owner is owner:
+            _remove(entry)
+            return
 
 
 def _remove(mode: TorchFunctionMode) -> None:

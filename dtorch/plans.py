@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from dtorch.placement import Shard
+from dtorch.runtime.layout import split
+
 STYLES = ("colwise", "rowwise", "vocab", "replicate")
 _GATHERED = {"colwise_rep", "colwise_gather_output"}
 _FROM_TRANSFORMERS = {
@@ -34,6 +37,7 @@ class Style:
         kind: one of ``STYLES``.
         axis: of the mesh; "" where the plan names none.
         block: cut at multiples of this many features only.
+        head: a smaller block that will do where it gives the same pieces: what one attention head has.
         is_gathered: the layer's result is made whole right away.
     """
 
@@ -41,9 +45,16 @@ class Style:
     axis: str | int = ""
     block: int = 1
     is_gathered: bool = False
+    head: int = 1
 
     def over(self, axis: str | int) -> Style:
         return replace(self, axis=axis)
+
+    def shard(self, dim: int, size: int, num_devices: int) -> Shard:
+        """A shard of ``dim`` with the smallest block that gives these pieces: equal pieces should have one name."""
+        pieces = split(0, size, num_devices, self.block)
+        small = next(b for b in (1, self.head, self.block) if split(0, size, num_devices, b) == pieces)
+        return Shard(dim, small)
 
     def dim(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> int | None:
         """The dim of a parameter that is split; None for one that every device holds."""
@@ -74,7 +85,8 @@ def styles_of(module: torch.nn.Module, styles: dict[str, Style]) -> dict[str, St
     """The same styles, cut at the borders of heads in attention unless they say where."""
     heads = {name: size for name, size in head_blocks(module).items() if name in styles}
     return {
-        name: replace(s, block=heads[name]) if s.block == 1 and name in heads else s for name, s in styles.items()
+        name: replace(s, block=heads[name][0], head=heads[name][1]) if s.block == 1 and name in heads else s
+        for name, s in styles.items()
     }
 
 
@@ -157,9 +169,10 @@ def _keep_ties(module: torch.nn.Module, styles: dict[str, Style]) -> None:
 # ---- heads
 
 
-def head_blocks(module: torch.nn.Module) -> dict[str, int]:
-    """Name of an attention projection -> features that must stay together: one key/value head and the queries of it."""
-    found: dict[str, int] = {}
+def head_blocks(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Name of an attention projection -> (features that must stay together, features of one head): the former are those
+    of one key/value head, or of the queries that use it."""
+    found: dict[str, tuple[int, int]] = {}
     for name, part in module.named_modules():
         children = dict(part.named_children())
         sizes = {key: _sizes(child) for key, child in children.items()}
@@ -171,11 +184,11 @@ def head_blocks(module: torch.nn.Module) -> dict[str, int]:
         outs = {key: sizes[key][1] for key in queries}  # type: ignore[index]
         least = min(outs.values())
         for key in queries:
-            found[prefix + key] = size * max(outs[key] // least, 1)
+            found[prefix + key] = size * max(outs[key] // least, 1), size
         most = max(outs.values())
         follower = _follower(module, name, most)
         if follower:
-            found[follower] = size * max(most // least, 1)
+            found[follower] = size * max(most // least, 1), size
     return found
 
 

@@ -90,6 +90,19 @@ def test_writes_are_seen_by_both_faces(x: Any) -> None:
     assert_close(native.to_torch(), want)
 
 
+def test_writes_into_a_plain_tensor_arrive_there(x: Any) -> None:
+    plain = torch.zeros(4, 5)
+    assert plain.add_(x) is plain
+    plain[1:3] = x[:2]
+    plain.index_copy_(0, torch.tensor([3]), x[:1])
+    torch.mul(plain, x, out=plain)
+    want = torch.zeros(4, 5) + A
+    want[1:3] = A[:2]
+    want[3] = A[0]
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, want * A)
+
+
 def test_placements_are_repaired(x: Any, mesh: DeviceMesh) -> None:
     other = faced(dtorch.tensor(A, device_mesh=mesh, placements=[Shard(1)]))
     for _ in range(2):  # the second time from memory

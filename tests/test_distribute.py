@@ -1,0 +1,326 @@
+"""distribute(): plain torch and transformers modules on a mesh, beside the same modules without one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import dtorch
+from dtorch import DeviceMesh, Replicate, Shard, TorchTensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("default")  # what transformers warns about is not ours
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.logging.set_verbosity_error()
+    with torch.no_grad(), warnings.catch_warnings():
+        yield
+
+
+@lru_cache
+def mesh(**axes: int) -> DeviceMesh:
+    return dtorch.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+TP1, TP2, TP3, DP2 = {"tp": 1}, {"tp": 2}, {"tp": 3}, {"dp": 2}
+MESHES = pytest.mark.parametrize("axes", [TP1, TP2, TP3, DP2, {"dp": 2, "tp": 2}], ids=str)
+
+DECODER = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
+}  # fmt: skip
+ENCODER = {name: value for name, value in DECODER.items() if name not in ("num_key_value_heads", "eos_token_id")}
+
+CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", DECODER),
+    "qwen3": ("Qwen3", {**DECODER, "head_dim": 8}),
+    "mistral": ("Mistral", {**DECODER, "sliding_window": 4}),
+    "gemma": ("Gemma", {**DECODER, "head_dim": 8}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+         "eos_token_id": None, "pad_token_id": 0},
+    ),
+    "mixtral": ("Mixtral", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**DECODER, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
+
+
+def causal(name: str, **changes: Any) -> Any:
+    kind, config = CAUSAL[name]
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    made = getattr(transformers, kind + suffix)(getattr(transformers, f"{kind}Config")(**{**config, **changes}))
+    return made.eval()
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(**ENCODER)).eval()
+
+
+def t5_encoder() -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=67, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    return transformers.T5EncoderModel(config).eval()
+
+
+IDS = torch.tensor([[5, 7, 9, 11, 13, 2, 4], [3, 6, 1, 8, 10, 12, 14], [21, 22, 23, 24, 25, 26, 27]])
+MASK = torch.ones_like(IDS).index_put_((torch.tensor([1, 1]), torch.tensor([0, 1])), torch.tensor(0))
+
+
+def check(ours: Any, theirs: torch.Tensor, axes: dict[str, int]) -> None:
+    """The same bits on one device, and close to them on several."""
+    assert type(ours) is TorchTensor
+    if axes == TP1:
+        assert torch.equal(ours.to_torch(), theirs)
+    else:
+        assert_close(ours.to_torch(), theirs, rtol=1e-5, atol=1e-6)
+
+
+# ---- whole models
+
+
+@MESHES
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_models(name: str, axes: dict[str, int]) -> None:
+    plain, ours = causal(name), dtorch.distribute(causal(name), mesh(**axes))
+    check(ours(IDS).logits, plain(IDS).logits, axes)
+    check(ours(IDS, attention_mask=MASK).logits, plain(IDS, attention_mask=MASK).logits, axes)
+    if axes in (TP1, TP3, DP2):
+        options = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(ours.generate(IDS, **options).to_torch(), plain.generate(IDS, **options))
+
+
+@MESHES
+@pytest.mark.parametrize("make", [bert, t5_encoder])
+def test_encoders(make: Callable[[], Any], axes: dict[str, int]) -> None:
+    plain, ours = make(), dtorch.distribute(make(), mesh(**axes))
+    for options in ({}, {"attention_mask": MASK}):
+        check(ours(IDS, **options).last_hidden_state, plain(IDS, **options).last_hidden_state, axes)
+
+
+@pytest.mark.parametrize("axes", [TP1, TP3, DP2], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"eos_token_id": 40},
+    ],
+    ids=str,
+)
+def test_generate(axes: dict[str, int], options: dict[str, Any]) -> None:
+    plain, ours = causal("llama"), dtorch.distribute(causal("llama"), mesh(**axes))
+    options = {"attention_mask": MASK, "max_new_tokens": 5, "do_sample": False, **options}
+    assert torch.equal(ours.generate(IDS, **options).to_torch(), plain.generate(IDS, **options))
+
+
+def test_generate_samples_torchs_tokens() -> None:
+    plain, ours = causal("llama"), dtorch.distribute(causal("llama"), mesh(tp=1))
+    options = {"attention_mask": MASK, "max_new_tokens": 5, "do_sample": True, "top_k": 20, "top_p": 0.9}
+    torch.manual_seed(3)
+    theirs = plain.generate(IDS, **options)
+    dtorch.manual_seed(3)
+    assert torch.equal(ours.generate(IDS, **options).to_torch(), theirs)
+
+
+# ---- plans
+
+
+def placed(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value.placements[0] for name, value in module.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_auto_splits_between_heads_and_takes_the_models_own_plan() -> None:
+    where = placed(dtorch.distribute(causal("llama"), mesh(tp=3)))
+    attention = "model.layers.0.self_attn."
+    assert where[attention + "q_proj.weight"] == Shard(0, 8)
+    assert where[attention + "k_proj.weight"] == Shard(0, 8)
+    assert where[attention + "o_proj.weight"] == Shard(1, 8)
+    assert where["model.layers.0.mlp.down_proj.weight"] == Shard(1)
+    assert where["model.embed_tokens.weight"] == Shard(0)
+    assert where["lm_head.weight"] == Shard(0)
+    assert where["model.norm.weight"] == Replicate()
+
+
+def test_auto_from_names_and_shapes() -> None:
+    where = placed(dtorch.distribute(bert(), mesh(tp=2)))
+    layer = "encoder.layer.1."
+    assert where[layer + "attention.self.query.bias"] == Shard(0)
+    assert where[layer + "attention.output.dense.weight"] == Shard(1)
+    assert where[layer + "attention.output.dense.bias"] == Replicate()
+    assert where[layer + "intermediate.dense.weight"] == Shard(0)
+    assert where[layer + "output.dense.weight"] == Shard(1)
+    assert where["pooler.dense.weight"] == Replicate()
+
+
+def test_tied_weights_stay_tied() -> None:
+    ours = dtorch.distribute(causal("llama", tie_word_embeddings=True), mesh(tp=2))
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    check(ours(IDS).logits, causal("llama", tie_word_embeddings=True)(IDS).logits, TP2)
+
+
+def pair() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 6))
+
+
+X = torch.arange(18.0).reshape(3, 6) / 18
+
+
+@pytest.mark.parametrize(
+    ("plan", "first", "second"),
+    [
+        ("auto", Shard(0), Shard(1)),
+        (None, Replicate(), Replicate()),
+        ({"0": "colwise", "2": "rowwise"}, Shard(0), Shard(1)),
+        ({"0": "rowwise", "2": "colwise"}, Shard(1), Shard(0)),
+        ({"*": "colwise", "2.weight": "replicate"}, Shard(0), Replicate()),
+        ({re.compile("[02]"): "colwise/5:tp"}, Shard(0, 5), Shard(0, 5)),
+        ({"2.weight": "rowwise", "*": "colwise", "0": "replicate"}, Replicate(), Shard(0)),
+    ],
+)
+@pytest.mark.parametrize("names", [("tp",), None])
+def test_plans(plan: Any, first: Any, second: Any, names: Any) -> None:
+    if names is None and isinstance(plan, dict) and any(":" in style for style in plan.values()):
+        return
+    ours = dtorch.distribute(pair(), dtorch.init_device_mesh("cpu", (3,), mesh_dim_names=names), plan)
+    where = placed(ours)
+    assert (where["0.weight"], where["2.weight"]) == (first, second)
+    made = ours(X)
+    assert_close(made.to_torch(), pair()(X))
+    assert made.placements == (Replicate(),)
+
+
+# ---- as before
+
+
+@pytest.mark.parametrize("kind", ["plain", "native", "faced"])
+def test_inputs(kind: str) -> None:
+    ours = dtorch.distribute(pair(), mesh(dp=2, tp=2))
+    native = dtorch.tensor(X, device_mesh=mesh(dp=2, tp=2), placements=[Shard(0), Replicate()])
+    made = ours({"plain": X, "native": native, "faced": TorchTensor(native)}[kind])
+    assert type(made) is TorchTensor
+    assert made.placements == (Shard(0), Replicate())
+    assert_close(made.to_torch(), pair()(X))
+
+
+def test_input_on_another_mesh() -> None:
+    ours = dtorch.distribute(pair(), mesh(tp=2))
+    assert_close(ours(dtorch.tensor(X, device_mesh=mesh(dp=3))).to_torch(), pair()(X))
+
+
+def test_state_dict_and_copies() -> None:
+    ours = dtorch.distribute(pair(), mesh(tp=2))
+    for name, value in pair().state_dict().items():
+        assert torch.equal(ours.state_dict()[name].to_torch(), value)
+    twin = copy.deepcopy(ours)
+    ours.load_state_dict({name: value * 2 for name, value in pair().state_dict().items()})
+    want = pair()
+    assert_close(twin(X).to_torch(), want(X))
+    want.load_state_dict({name: value * 2 for name, value in want.state_dict().items()})
+    assert_close(ours(X).to_torch(), want(X))
+    assert isinstance(ours[0].weight, torch.nn.Parameter)
+    assert_close(ours.double()(X.double()).to_torch(), want.double()(X.double()))
+
+
+class _Making(torch.nn.Module):
+    """Makes tensors in its forward, and may fail."""
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> Any:
+        positions = torch.arange(x.shape[1], device=x.device)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
+        cache = torch.zeros(x.shape[0], 8, device=x.device)
+        cache[:, positions] = x
+        if fails:
+            raise KeyError("on purpose")
+        return {"sum": (positions * x, mask), "cache": [cache.index_add_(1, positions, x)]}
+
+
+def test_factories_in_a_forward_are_recorded() -> None:
+    ours, plain = dtorch.distribute(_Making(), mesh(dp=2), None), _Making()
+    made, want = ours(X), plain(X)
+    for a, b in zip((*made["sum"], *made["cache"]), (*want["sum"], *want["cache"]), strict=True):
+        assert type(a) is TorchTensor
+        assert torch.equal(a.to_torch(), b)
+    assert type(torch.zeros(2)) is torch.Tensor
+    with pytest.raises(KeyError, match="on purpose"):
+        ours(X, fails=True)
+    assert type(torch.zeros(2)) is torch.Tensor
+
+
+def test_conv_net() -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Conv2d(8, 8, 3, groups=8, padding=1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+            torch.nn.Linear(8, 5),
+        )  # fmt: skip
+        return layers.eval()
+
+    images = torch.randn(3, 3, 8, 8)
+    for axes in (TP1, DP2, TP2):
+        check(dtorch.distribute(make(), mesh(**axes))(images), make()(images), axes)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        ({"model.layers.*.self_attn.q_prj": "colwise"}, ValueError, "matches no .*near it are .*q_proj"),
+        ({"model.layers": "colwise"}, ValueError, r"without parameters of their own.*'model.layers.\*'"),
+        ({"lm_head": "diagonal"}, ValueError, "'diagonal' is no style; there are colwise"),
+        ({"lm_head": "colwise/0"}, ValueError, "is no style"),
+        ({"lm_head": "colwise/99"}, ValueError, "multiples of 99, but its dim 0 has 67"),
+        ({"lm_head": "colwise:tb"}, dtorch.MeshError, "axis 'tb', which .* lacks"),
+        ("magic", ValueError, "must be a dict, 'auto' or None, not 'magic'"),
+        (["colwise"], TypeError, "must be a dict"),
+    ],
+)
+def test_bad_plans(plan: Any, error: type[Exception], text: str) -> None:
+    module = causal("llama")
+    with pytest.raises(error, match=text):
+        dtorch.distribute(module, mesh(tp=2), plan)
+    assert type(module.lm_head.weight) is torch.nn.Parameter  # nothing was touched
+
+
+def test_bad_modules() -> None:
+    ours = dtorch.distribute(pair(), mesh(tp=2))
+    with pytest.raises(ValueError, match="it is distributed already, over DeviceMesh"):
+        dtorch.distribute(ours, mesh(tp=2))
+    with pytest.raises(ValueError, match="its part '0' is distributed already"):
+        dtorch.distribute(torch.nn.Sequential(ours), mesh(tp=2))
+    with pytest.raises(ValueError, match=r"'weight' is on a mesh already"):
+        dtorch.distribute(ours[0], mesh(tp=2))
+    with pytest.raises(ValueError, match="meta device"):
+        dtorch.distribute(torch.nn.Linear(2, 2, device="meta"), mesh(tp=2))
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got Tensor"):
+        dtorch.distribute(X, mesh(tp=2))  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="expected a DeviceMesh, got str"):
+        dtorch.distribute(pair(), "cpu")  # type: ignore[arg-type]
+
+
+def test_bad_shapes_are_torchs_errors() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        dtorch.distribute(pair(), mesh(tp=2))(X[:, :4])
