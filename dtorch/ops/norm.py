@@ -98,8 +98,6 @@ def _batch_norm(call: Call) -> list[Sig]:
     mean, var = index_of(call, at[0], "running_mean"), index_of(call, at[1], "running_var")
     training = bool(call.arg(5, "training", False))
     channels = sharded(call, (1, *(0,) * rest), 1, kernel="filled")
-    if x.ndim < 2:
-        return []
     if not training:
         return [channels] + [sharded(call, (d, *(R,) * rest), d, kernel="filled") for d in range(x.ndim) if d != 1]
     momentum = call.arg(6, "momentum", 0.1)
