@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ def _run(args: dict[str, Any], outcome: list[BaseException]) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(int(args["device"]) if device.index is None else device.index)
         torch.seed()
+        warnings.simplefilter("ignore")  # the client has met torch's warnings while it worked out shapes
         try:
             import uvloop
         except ImportError:  # not made for this system
