@@ -109,6 +109,18 @@ def test_ten_thousand_steps_leave_everything_flat(mesh: DeviceMesh) -> None:
     assert _allocated(mesh) == 2 * 8 * 8 * 4  # x and w
 
 
+def test_signatures_start_afresh_when_there_are_too_many(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtorch.ops._op.MAX_SIGNATURES", 20)
+    dtorch.init()
+    for size in range(1, 40):
+        x = dtorch.full((size,), float(size), device_mesh=mesh, placements=[Shard(0)])
+        y = x + x
+        assert (y * y).tolist() == [4.0 * size * size] * size
+        x.add_(y)
+        assert x.redistribute([Replicate()]).tolist() == [3.0 * size] * size
+    assert dtorch.statistics().signatures < 40
+
+
 def test_a_large_value_is_given_back_when_it_is_dropped(mesh: DeviceMesh) -> None:
     x = dtorch.ones((1000, 1000), device_mesh=mesh, placements=[Shard(0)])
     for _ in range(20):

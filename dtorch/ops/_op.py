@@ -297,11 +297,11 @@ class Op:
                     made = self._repaired(args, kwargs, tensors, *self.repairs[key])
                     return (made,), None  # type: ignore[return-value]
             raise self._placement_error(call, sigs, tensors)
+        if session.num_signatures > MAX_SIGNATURES:
+            session.forget_signatures()  # before the new one is made, which would be forgotten too
         sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
         if self.writes is None and any(o.alias is not None for o in call.outputs):
             self._link(sig, call, found, tensors)
-        if session.num_signatures > MAX_SIGNATURES:
-            session.forget_signatures()
         self.cache[key] = sig
         return None, sig
 

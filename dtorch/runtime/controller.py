@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing_extensions import assert_never
 
 import msgspec
+from typing_extensions import assert_never
 
 from dtorch.runtime.recorder import Outgoing
 from dtorch.transport.codec import encode

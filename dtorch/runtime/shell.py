@@ -93,8 +93,8 @@ class ControllerThread:
         self._start_timeout_s = start_timeout_s
         self._num_submitted = 0  # changed by submit only, one thread at a time
         self._num_finished = 0  # changed by this thread only
-        # The controller is entered by one thread at a time, and frames leave in the order of its decisions. Nothing that
-        # calls the listener may hold it: the listener's locks are taken before it in the client's threads.
+        # The controller is entered by one thread at a time, and frames leave in the order of its decisions. Nothing
+        # that calls the listener may hold it: the listener's locks are taken before it in the client's threads.
         self._turn = threading.Lock()
         self._num_waiting = 0  # events and instructions on their way to the loop's thread; guarded by _turn
         self._room = threading.Condition()
