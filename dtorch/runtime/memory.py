@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
     from dtorch.runtime.executor import Executor
 
 
+LARGE_BYTES = 4096
+
+
 class MemoryMeter:
     """Counts storages, each once however many tensors view it.
 
     On the CPU, torch keeps no books, so the stores are walked: when statistics are asked for, and, from the first time on
-    (``watching``), after every op, for the peak. CUDA devices answer from the allocator.
+    (``watching``), after every op that makes a tensor of 4 KiB or more, for the peak. CUDA devices answer from the allocator.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -38,8 +42,15 @@ class MemoryMeter:
         for index in range(len(self._executor.places)):
             self._peak[index] = max(self._peak.get(index, 0), self.allocated(index))
 
-    def observe_step(self, instructions: Iterator[Any]) -> _Watched:
-        return _Watched(self, instructions)
+    def observe_step(self, instructions: Iterator[Any], index: int) -> _Watched:
+        """``instructions`` of hosted place ``index``, with a look at the memory after each that makes a large tensor."""
+        return _Watched(self, instructions, index)
+
+    def is_large(self, instruction: tuple[Any, ...], index: int) -> bool:
+        """Whether what an instruction has made is worth a walk over the store; the batch's end looks at the rest."""
+        store = self._executor.stores[index]
+        outs = instruction[1] if isinstance(instruction[1], tuple) else instruction[1:2]
+        return any(isinstance(v := store[o], torch.Tensor) and v.untyped_storage().nbytes() >= LARGE_BYTES for o in outs)
 
     def report(self, device_of: Any, reset_peak: bool) -> tuple[DeviceMemory, ...]:
         """One entry a hosted place."""
@@ -64,19 +75,23 @@ class MemoryMeter:
 
 
 class _Watched:
-    """An iterator over instructions that measures after each."""
+    """An iterator over instructions that looks at the memory after each."""
 
-    def __init__(self, meter: MemoryMeter, instructions: Iterator[Any]) -> None:
+    def __init__(self, meter: MemoryMeter, instructions: Iterator[Any], index: int) -> None:
         self._meter = meter
         self._instructions = instructions
+        self._index = index
+        self._last: tuple[Any, ...] | None = None
 
     def __iter__(self) -> _Watched:
         return self
 
     def __next__(self) -> Any:
-        self._meter.observe()
-        return next(self._instructions)
+        if self._last is not None and self._meter.is_large(self._last, self._index):
+            self._meter.observe()
+        self._last = None  # it may be the last one
+        self._last = next(self._instructions)
+        return self._last
 
     def __length_hint__(self) -> int:
-        hint: int = self._instructions.__length_hint__()  # type: ignore[attr-defined]
-        return hint
+        return length_hint(self._instructions)
