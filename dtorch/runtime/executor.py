@@ -177,6 +177,8 @@ class Executor:
                 fn = self._resolve(definition.op)
             except KeyError:
                 raise ProtocolError(f"no op {definition.op!r} in the table") from None
+            if any(layout.dtype.startswith("complex") for layout in (*definition.inputs, *definition.outputs)):
+                fn = kernels.with_all_keys(fn)
         numbers = {layout.mesh for layout in (*definition.inputs, *definition.outputs)}
         try:
             infos = {number: self.meshes[number] for number in numbers}
@@ -370,7 +372,7 @@ class Executor:
             rest = iter(code)
             form = run.form
             if observe is not None and form != KILL:
-                rest = observe(rest)
+                rest = observe(rest, index)
             while True:
                 try:
                     if form == BINARY:

@@ -124,6 +124,24 @@ def find(name: str) -> Kernel:
         raise ProtocolError(f"unknown kernel {name!r}") from None
 
 
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def with_all_keys(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with autograd's dispatch keys in force.
+
+    Without them torch resolves the conjugate bit before it takes a composite op apart, which is other kernels and so other
+    bits than where the bit goes down to BLAS.
+    """
+    include, exclude = _KEYS
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ForceDispatchKeyGuard(include, exclude):
+            return fn(*args, **kwargs)
+
+    return call
+
+
 @kernel("local")
 def local(site: Site) -> Callable[..., Any]:
     """The op on local pieces."""
