@@ -17,11 +17,13 @@ from dtorch import DeviceMesh, Partial, PlacementError, Replicate, Shard
 from tests._sharding import _sample, mesh_of
 
 OUT_OF_SCOPE = {
-    "sparse.mm": "reduces into sparse tensors; dtorch tensors are strided",
+    "sparse.mm.reduce": "takes sparse tensors; dtorch tensors are strided",
     "sparse.sampled_addmm": "takes sparse tensors; dtorch tensors are strided",
     "to_sparse": "gives a sparse tensor; dtorch tensors are strided",
-    "torch._scaled_mm": "needs float8 hardware kernels",
-    "torch._scaled_mm_v2": "needs float8 hardware kernels",
+    "torch._scaled_mm": "float8 matrix products of one kind of GPU, private to torch",
+    "torch._scaled_mm_v2": "float8 matrix products of one kind of GPU, private to torch",
+    "torch.ops.aten._flash_attention_forward": "a CUDA kernel behind scaled_dot_product_attention, without a CPU one",
+    "torch.ops.aten._efficient_attention_forward": "as the one above",
 }
 """Entries that are refused on purpose, with the reason."""
 
@@ -359,14 +361,18 @@ def run(fn: Callable[..., Any], expected: Expected, mesh: DeviceMesh, placements
         return given, call(fn, given)
 
 
-def check_single(op: Any, name: str, dtype: torch.dtype, fn: Callable[..., Any] | None = None) -> Findings:
-    """Every sample on one device: torch's bits, types, aliases and errors."""
+def check_single(
+    op: Any, name: str, dtype: torch.dtype, fn: Callable[..., Any] | None = None, limit: int | None = None
+) -> Findings:
+    """Every sample (``limit`` of them, spread) on one device: torch's bits, types, aliases and errors."""
     found = Findings()
     fn = reach(fn or op.op)
     mesh = mesh_of(1)
     near = op.name in UNINITIALIZED
     seen_views = 0
-    for number, sample in enumerate(samples(op, dtype)):
+    drawn = list(enumerate(samples(op, dtype)))
+    step = 1 if limit is None else max(1, len(drawn) // limit)
+    for number, sample in drawn[::step]:
         what = f"{name} {str(dtype)[6:]} sample {number}"
         given = arguments(sample)
         if not is_plain(given):

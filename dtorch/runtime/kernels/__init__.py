@@ -130,8 +130,8 @@ _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local
 def with_all_keys(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with autograd's dispatch keys in force.
 
-    Without them torch resolves the conjugate bit before it takes a composite op apart, which is other kernels and so other
-    bits than where the bit goes down to BLAS.
+    Without them torch resolves the conjugate bit before it takes a composite op apart, which is other kernels and so
+    other bits than where the bit goes down to BLAS.
     """
     include, exclude = _KEYS
 

@@ -1,0 +1,130 @@
+"""Every entry of torch's own operator database, on one device and on meshes, against plain torch.
+
+``python -m pytest tests/test_op_db.py -k name`` runs one op, ``-k "sharded and 2x2"`` a part. Option ``--op-db-meshes
+3,2,2x2`` chooses the meshes (3 by default); ``--op-db-full`` takes every sample of every dtype on one device (every
+float32 one, and a few of the others, by default). The totals are printed at the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import _op_db
+from tests._op_db import OUT_OF_SCOPE, Findings
+
+TIMEOUT_S = 120.0
+"""Far above what an entry takes; a hang fails its test instead of stopping the run."""
+
+FEW = 6
+"""Samples of dtypes other than float32, unless all are asked for."""
+
+NAMES = sorted(_op_db.entries())
+
+
+class Totals:
+    """Collects what the tests find, and prints it when the run is over."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Findings] = {}
+
+    def take(self, name: str, found: Findings) -> None:
+        """Count the findings of one test, which fails when something was wrong or refused."""
+        self.found.setdefault(name, Findings()).add(found)
+        if not found.wrong and not found.refused:
+            return
+        if name in OUT_OF_SCOPE and not found.wrong:
+            pytest.skip(OUT_OF_SCOPE[name])
+        pytest.fail("\n".join([*found.wrong[:5], *found.refused[:5]]), pytrace=False)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        wrong = sorted(n for n, f in self.found.items() if f.wrong)
+        refused = sorted(n for n, f in self.found.items() if f.refused and not f.wrong)
+        untried = sorted(n for n, f in self.found.items() if not (f.ran or f.wrong or f.refused))
+        right = len(self.found) - len(wrong) - len(refused) - len(untried)
+        ran = sum(f.ran for f in self.found.values())
+        gathered = sum(f.placement_errors for f in self.found.values())
+        say = terminalreporter.write_line
+        terminalreporter.section("torch's operator database")
+        say(f"ops: {right} all right, {len(wrong)} wrong somewhere, {len(refused)} refused, {len(untried)} untried")
+        say(f"comparisons: {ran} right, of which {gathered} needed auto_redistribute")
+        for label, names in (("wrong somewhere", wrong), ("refused", refused), ("untried, no CPU sample", untried)):
+            if names:
+                say(f"{label}: {', '.join(names)}")
+
+
+@pytest.fixture(scope="module")
+def totals(request: pytest.FixtureRequest) -> Totals:
+    made = Totals()
+    request.config.pluginmanager.register(made, "op-db-totals")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _guard() -> Iterator[None]:
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"not done after {TIMEOUT_S:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_device(name: str, totals: Totals, request: pytest.FixtureRequest) -> None:
+    """Bits, dtypes, shapes, structure, aliases, writes into arguments, and errors."""
+    op = _op_db.entries()[name]
+    full = request.config.getoption("--op-db-full")
+    found = Findings()
+    for dtype in _op_db.dtypes_of(op):
+        found.add(_op_db.check_single(op, name, dtype, limit=None if full or dtype == torch.float32 else FEW))
+    found.add(_op_db.check_errors(op, name))
+    totals.take(name, found)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if _op_db.entries()[n].inplace_variant])
+def test_in_place_on_one_device(name: str, totals: Totals) -> None:
+    op = _op_db.entries()[name]
+    found = Findings()
+    for dtype in _op_db.dtypes_of(op)[:1]:
+        found.add(_op_db.check_single(op, name, dtype, fn=op.inplace_variant))
+    totals.take(name, found)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mesh" in metafunc.fixturenames:
+        metafunc.parametrize("mesh", metafunc.config.getoption("--op-db-meshes").split(","))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded(name: str, mesh: str, totals: Totals) -> None:
+    """Combinations of placements: as they are, or refused and then right under ``auto_redistribute``."""
+    shape = tuple(map(int, mesh.split("x")))
+    totals.take(name, _op_db.check_sharded(_op_db.entries()[name], name, shape))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if _op_db.entries()[n].inplace_variant])
+def test_in_place_sharded(name: str, mesh: str, totals: Totals) -> None:
+    op = _op_db.entries()[name]
+    shape = tuple(map(int, mesh.split("x")))
+    totals.take(name, _op_db.check_sharded(op, name, shape, max_samples=2, fn=op.inplace_variant))
+
+
+@pytest.mark.parametrize("name", sorted(OUT_OF_SCOPE))
+def test_out_of_scope_is_refused(name: str) -> None:
+    """What is left out still is, so the list stays true."""
+    op = _op_db.entries()[name]
+    dtype = next(iter(_op_db.dtypes_of(op) or op.supported_dtypes("cpu")), None)
+    if dtype is None:
+        pytest.skip("no CPU kernel")
+    found = _op_db.check_single(op, name, dtype, limit=2)
+    assert not found.wrong, found.wrong
+    assert not found.ran, f"{name} works now: take it off the list"
