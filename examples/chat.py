@@ -1,7 +1,8 @@
 """Ask a language model: python examples/chat.py "What is the capital of France?"
 
 SmolLM2-135M-Instruct answers, tensor-parallel over `--tp` devices. Several prompts (`--prompt-file`, one a line) go
-through as one batch, which `--dp` splits over further devices.
+through as one batch, which `--dp` splits over further devices. The model is the one of llama.py or, with `--hf`,
+that of transformers as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=positive, default=1, help="groups of --tp devices that share the prompts (1)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="at most so long an answer (%(default)s)")
     parser.add_argument("--device", default="cpu", help="device type of the mesh (default: %(default)s)")
+    parser.add_argument("--hf", action="store_true", help="use the model of transformers instead of llama.py's")
     # run on plain torch, without dtorch: for comparison
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -135,20 +137,80 @@ async def read(tokens: Any) -> list[int]:
     return [row[0] for row in rows]
 
 
-async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType) -> None:
+class Answers:
+    """Shows the answers: a single one as it comes, several at the end."""
+
+    def __init__(self, tokenizer: Any, prompts: list[str]) -> None:
+        self.eos = tokenizer.eos_token_id
+        self.prompts = prompts
+        self.streaming = len(prompts) == 1
+        self.texts = [Detokenizer(tokenizer) for _ in prompts]
+        self.pieces: list[list[str]] = [[] for _ in prompts]
+        self.running = set(range(len(prompts)))
+
+    def push(self, tokens: list[int]) -> bool:
+        """Take every answer's next token; whether any answer goes on."""
+        for sequence in sorted(self.running):
+            if tokens[sequence] == self.eos:
+                self.running.remove(sequence)
+            else:
+                self.pieces[sequence].append(self.texts[sequence].push(tokens[sequence]))
+                if self.streaming:
+                    print(self.pieces[sequence][-1], end="", flush=True)
+        return bool(self.running)
+
+    def finish(self) -> None:
+        if self.streaming:
+            print(self.texts[0].flush())
+            return
+        for prompt, text, parts in zip(self.prompts, self.texts, self.pieces, strict=True):
+            print(f"> {prompt}\n{''.join(parts)}{text.flush()}\n")
+
+
+class Streamer:
+    """What transformers' `generate` gives the tokens to."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.is_prompt = True  # the first that comes
+
+    def put(self, tokens: Any) -> None:
+        if not self.is_prompt:
+            self.answers.push(tokens.tolist())
+        self.is_prompt = False
+
+    def end(self) -> None:
+        self.answers.finish()
+
+
+async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType | None) -> None:
     import smollm
     import torch
 
     hf_config, state_dict, tokenizer = smollm.load()
-    config = llama.LlamaConfig.from_hf(hf_config)
     ids, positions = encode(tokenizer, args.prompts)
-    if len(ids[0]) + args.max_new_tokens > config.max_positions:
+    if len(ids[0]) + args.max_new_tokens > hf_config.max_position_embeddings:
         raise SystemExit(
             f"chat.py: the longest prompt has {len(ids[0])} tokens; with --max-new-tokens {args.max_new_tokens} "
-            f"that is more than the model's {config.max_positions}"
+            f"that is more than the model's {hf_config.max_position_embeddings}"
         )
 
+    answers = Answers(tokenizer, args.prompts)
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    if llama is None:
+        model = dtorch.distribute(load_hf(hf_config, state_dict), mesh, "auto")
+        await asyncio.to_thread(  # it asks for every token, which would stop this loop
+            model.generate,
+            torch.tensor(ids),
+            attention_mask=(torch.tensor(positions) >= 0).long(),
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            streamer=Streamer(answers),
+        )
+        return
+    config = llama.LlamaConfig.from_hf(hf_config)
     with mesh, torch.no_grad():
         with dtorch.nn.skip_init():
             model = llama.Llama(config)
@@ -162,26 +224,22 @@ async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType
             args.max_new_tokens,
             ahead=0 if args.plain else AHEAD,
         )
-        streaming = len(args.prompts) == 1
-        texts = [Detokenizer(tokenizer) for _ in args.prompts]
-        pieces: list[list[str]] = [[] for _ in args.prompts]
-        running = set(range(len(args.prompts)))
         async with aclosing(steps):
             async for tokens in steps:
-                for sequence in sorted(running):
-                    if tokens[sequence] == tokenizer.eos_token_id:
-                        running.remove(sequence)
-                    else:
-                        pieces[sequence].append(texts[sequence].push(tokens[sequence]))
-                        if streaming:
-                            print(pieces[sequence][-1], end="", flush=True)
-                if not running:
+                if not answers.push(tokens):
                     break
-    if streaming:
-        print(texts[0].flush())
-    else:
-        for prompt, text, parts in zip(args.prompts, texts, pieces, strict=True):
-            print(f"> {prompt}\n{''.join(parts)}{text.flush()}\n")
+    answers.finish()
+
+
+def load_hf(config: Any, state_dict: dict[str, Any]) -> Any:
+    """transformers' model with these weights. They are already here, so no initial ones are drawn."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tied = state_dict["lm_head.weight"] is state_dict["model.embed_tokens.weight"]
+    full = LlamaConfig(**vars(config), tie_word_embeddings=tied)
+    return LlamaForCausalLM.from_pretrained(None, config=full, state_dict=state_dict).eval()
 
 
 async def main() -> None:
@@ -193,7 +251,7 @@ async def main() -> None:
     else:
         dtorch = importlib.import_module("dtorch")
         dtorch.init()  # the workers start while the weights are read
-        await answer(args, dtorch, importlib.import_module("llama"))
+        await answer(args, dtorch, None if args.hf else importlib.import_module("llama"))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Shapes are always the global ones and nothing here asks how many devices there are. What is parallel is said by the
 layers' names: a column-parallel linear splits its output features over the mesh axis "tp", a row-parallel one takes
 features split like that and adds the devices' parts up; `block` says where a split may fall. The batch may be split
-over any other axis by the inputs' placements. Parameter names are those of transformers' Llama, so `load_state_dict`
-takes its state dict as it is.
+over any other axis by the inputs' placements, and the layers over pipeline stages, one mesh each. Parameter names are
+those of transformers' Llama, so `load_state_dict` takes its state dict as it is.
 
 Shape suffixes: B batch, T tokens of this call, L slots of the cache, N query heads, K key/value heads, H head size,
 D hidden size.
@@ -12,13 +12,19 @@ D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import dtorch
 from dtorch import nn
 
 F = nn.functional
+
+Stage = Any  # a dtorch.DeviceMesh or a nullcontext; plain.py has no meshes
+"""Where a pipeline stage is made and runs: its mesh, or `nullcontext()` for the mesh in force."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,16 @@ class KVCache:
         self.positions_BL: dtorch.Tensor | None = None
         self.k_BKLH: list[dtorch.Tensor] = []  # one a layer
         self.v_BKLH: list[dtorch.Tensor] = []
+        self.later: list[KVCache] = []  # those of the pipeline stages after the first
+
+    def of(self, stage: int) -> KVCache:
+        """The cache of one pipeline stage; ask for it where factories use the mesh of that stage."""
+        if stage == 0:
+            return self
+        if stage > len(self.later):
+            self.later.append(KVCache())
+            self.later[-1].BUCKET = self.BUCKET
+        return self.later[stage - 1]
 
     def begin(self, positions_BT: dtorch.Tensor) -> dtorch.Tensor:
         """Make room for T more tokens. Returns the position of every slot, shape [B, L]."""
@@ -199,23 +215,49 @@ class Layer(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
+def assign_layers_to_stages(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage: neighbours together, and as many in each as in the others, or one more."""
+    cuts = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def move(x: dtorch.Tensor, stage: Stage) -> dtorch.Tensor:
+    """`x` where `stage` runs, placed on each axis of that mesh as it is on the axis of the same name."""
+    return x if isinstance(stage, nullcontext) else x.redistribute_by_dict(stage)
+
+
 class Decoder(nn.Module):
     """Everything but the head: token ids to hidden states."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, stages: Sequence[Stage]) -> None:
         super().__init__()
-        self.embed_tokens = nn.EmbeddingWithReplicateOutput(config.vocab_size, config.hidden_size)
-        self.rope = Rope(config)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.stages = stages
+        self.assigned = assign_layers_to_stages(config.num_layers, len(stages))
+        layers: list[Layer] = []
+        with stages[0]:
+            self.embed_tokens = nn.EmbeddingWithReplicateOutput(config.vocab_size, config.hidden_size)
+            self.rope = Rope(config)
+        for stage, own in zip(stages, self.assigned, strict=True):
+            with stage:
+                layers += [Layer(config, layer - own.start) for layer in own]
+        self.layers = nn.ModuleList(layers)
+        with stages[-1]:
+            self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
 
     def forward(self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache | None) -> dtorch.Tensor:
-        x_BTD = self.embed_tokens(ids_BT)
-        rope = self.rope(positions_BT)
-        mask = causal_mask(positions_BT, positions_BT if cache is None else cache.begin(positions_BT))
-        for layer in self.layers:
-            x_BTD = layer(x_BTD, rope, mask, cache)
-        return self.norm(x_BTD)
+        with self.stages[0]:
+            x_BTD = self.embed_tokens(move(ids_BT, self.stages[0]))
+            cos, sin = self.rope(move(positions_BT, self.stages[0]))
+        for number, (stage, own) in enumerate(zip(self.stages, self.assigned, strict=True)):
+            with stage:
+                x_BTD, here_BT = move(x_BTD, stage), move(positions_BT, stage)
+                cos, sin = move(cos, stage), move(sin, stage)
+                past = None if cache is None else cache.of(number)
+                mask = causal_mask(here_BT, here_BT if past is None else past.begin(here_BT))
+                for layer in own:
+                    x_BTD = self.layers[layer](x_BTD, (cos, sin), mask, past)
+        with self.stages[-1]:
+            return self.norm(x_BTD)
 
 
 def causal_mask(queries_BT: dtorch.Tensor, keys_BL: dtorch.Tensor) -> dtorch.Tensor:
@@ -233,18 +275,23 @@ class Llama(nn.Module):
 
     The head has a parameter of its own even when its values are the embedding's: each is split as suits its use. The
     state dict of a model with tied embeddings therefore names both, as transformers' `state_dict()` does.
+
+    Args:
+        stages: the meshes of the pipeline stages, such as `mesh.unbind("pp")`; by default all is on the mesh in force.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, stages: Sequence[Stage] = (nullcontext(),)) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
-        self.lm_head = nn.ColumnParallelLinearWithReplicateOutput(config.hidden_size, config.vocab_size, bias=False)
+        self.last = stages[-1]
+        self.model = Decoder(config, stages)
+        with self.last:
+            self.lm_head = nn.ColumnParallelLinearWithReplicateOutput(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache | None = None
     ) -> dtorch.Tensor:
-        """The logits of every token's successor, shape [B, T, vocabulary].
+        """The logits of every token's successor, shape [B, T, vocabulary], on the mesh of the last stage.
 
         Args:
             ids_BT: token ids.
@@ -252,8 +299,10 @@ class Llama(nn.Module):
                 positions -1, -2, ... leftwards.
             cache: the tokens before these; None when there are none and none will follow.
         """
-        return self.lm_head(self.model(ids_BT, positions_BT, cache))
+        with self.last:
+            return self.lm_head(self.model(ids_BT, positions_BT, cache))
 
     def next_token(self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache) -> dtorch.Tensor:
         """The likeliest token after each sequence, shape [B, 1]: what `ids_BT` is in the next step."""
-        return self.lm_head(self.model(ids_BT, positions_BT, cache)[:, -1:]).argmax(dim=-1)
+        with self.last:
+            return self.lm_head(self.model(ids_BT, positions_BT, cache)[:, -1:]).argmax(dim=-1)
