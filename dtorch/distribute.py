@@ -245,6 +245,14 @@ class _Enter:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
+        for name, given in (*enumerate(args), *kwargs.items()):
+            for value in _tensors(given):
+                if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_meta):
+                    what = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+                    raise TypeError(
+                        f"{type(module).__name__} on a mesh: argument {name!r} is a tensor {what}; only dense tensors "
+                        "with values can be put there"
+                    )
         first = next((t for t in _tensors((args, kwargs)) if t.ndim), None)
         num_rows = first.shape[0] if first is not None else 0
 

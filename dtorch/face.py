@@ -296,11 +296,24 @@ def _number(tensor: TorchTensor, *args: Any) -> Any:
     return tensor.item()
 
 
+def _copy(tensor: TorchTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> TorchTensor:
+    return faced(tensor.native.clone() if dtype is None else tensor.native.to(dtype, copy=True))
+
+
+def _again(tensor: TorchTensor, *args: Any) -> TorchTensor:
+    return faced(tensor.native.detach())
+
+
 _READS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten.item.default: _number,
+    torch.ops.aten._to_copy.default: _copy,
+    torch.ops.aten.clone.default: _copy,
+    torch.ops.aten.detach.default: _again,
+    torch.ops.aten.lift_fresh.default: _again,
 }
-"""Ops that C++ code asks for past the protocol and that can be answered: a symbol where torch wants a number."""
+"""Ops that C++ code asks for past the protocol and that can be answered: a symbol where torch wants a number, and
+``torch.tensor(symbol)``."""
 
 
 def _no_shallow_copy(*args: Any) -> bool:

@@ -379,3 +379,12 @@ def test_bad_modules() -> None:
 def test_bad_shapes_are_torchs_errors() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         dtorch.distribute(pair(), mesh(tp=2))(X[:, :4])
+
+
+def test_tensors_without_dense_values_are_named() -> None:
+    ours = dtorch.distribute(pair(), mesh(tp=2))
+    with pytest.raises(TypeError, match=r"argument 0 is a tensor of layout torch\.sparse_coo"):
+        ours(X.to_sparse())
+    with pytest.raises(TypeError, match="argument 'input' is a tensor on the meta device"):
+        ours(input=X.to("meta"))
+    assert type(torch.zeros(2)) is torch.Tensor

@@ -125,6 +125,36 @@ def test_as_a_number(x: Any) -> None:
     assert x.tolist() == A.tolist()
 
 
+def test_torch_tensor_of_a_symbol_is_a_copy(x: Any) -> None:
+    with pytest.warns(UserWarning, match="copy construct"):
+        made = torch.tensor(x, dtype=torch.float64)
+    x.zero_()
+    assert type(made) is TorchTensor
+    assert torch.equal(made.to_torch(), A.double())
+
+
+def test_gradients_are_clipped_and_optimizers_step(mesh: DeviceMesh) -> None:
+    def make() -> Any:
+        made: Any = torch.nn.Parameter(A.clone())
+        made.grad = A.sin()
+        return made
+
+    def ours() -> Any:
+        made: Any = torch.nn.Parameter(TorchTensor(A, device_mesh=mesh).redistribute([Shard(1)]))
+        made.grad = TorchTensor(A.sin(), device_mesh=mesh)
+        return made
+
+    with torch.no_grad():
+        for step in (torch.optim.AdamW, torch.optim.SGD):
+            one, two = make(), ours()
+            norm = torch.nn.utils.clip_grad_norm_([two], 0.5)
+            assert_close(float(norm), float(torch.nn.utils.clip_grad_norm_([one], 0.5)))
+            for param in (one, two):
+                step([param], lr=0.1).step()
+            assert_close(two.to_torch(), one.data)
+            assert two.placements == (Shard(1),)
+
+
 def test_parameters_keep_what_is_set_on_them(x: Any) -> None:
     param: Any = torch.nn.Parameter(x, requires_grad=False)
     assert isinstance(param, torch.nn.Parameter)
