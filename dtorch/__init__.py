@@ -59,7 +59,7 @@ __version__ = "0.1.0"
 
 _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "AuthError",
     "BlockingWarning",
     "ConnectionLostError",

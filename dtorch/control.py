@@ -68,9 +68,8 @@ def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = Fa
         session.mesh_number(device_mesh)
     answers = session.ask_statistics(memory=True, reset_peak=reset_peak).result()
     found = {(m.kind, m.device): m for answer in answers for m in answer.memory}
-    if device_mesh is None:
-        places = sorted(found)
-    else:
+    places = sorted(found)
+    if device_mesh is not None:
         places = [(device_mesh.device_type, device) for device in device_mesh.devices]
     return [
         MemoryStats(f"{kind}:{number}", m.allocated, m.peak, m.reserved)

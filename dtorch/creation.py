@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dtorch.mesh import DeviceMesh, current_mesh
 from dtorch.frames import source
+from dtorch.mesh import DeviceMesh, current_mesh
 from dtorch.ops._op import freeze_args
 from dtorch.ops.table import allow
 from dtorch.placement import Placement, Replicate, normalize

@@ -1,9 +1,9 @@
 """What a torch function would give: shapes, strides and dtypes, found without the data.
 
 Small calls run for real, on zeros: quick, exact to the stride, and wrong calls raise in torch's own words. Large ones run
-on the meta device. Many meta functions are Python references behind a decorator that imports torch's compiler on their first call, which
-takes a second and more and has no other effect unless the compiler is in use. ``defer_compiler`` lets such a call go ahead
-without the import for as long as nobody else has imported it.
+on the meta device. Many meta functions are Python references behind a decorator that imports torch's compiler on their
+first call, which takes a second and more and has no other effect unless the compiler is in use. ``defer_compiler`` lets
+such a call go ahead without the import for as long as nobody else has imported it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from dtorch.ops._call import Call, Sig
 from dtorch.ops._rules import pointwise
 from dtorch.ops.table import row

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from sys import _getframe
 
-from dtorch.mesh import DeviceMesh
 from dtorch.frames import source
+from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, Replicate, normalize
 from dtorch.runtime.recorder import Signature
 from dtorch.spec import STALE, Spec, contiguous_stride

@@ -51,10 +51,8 @@ def _scan(kind: str) -> Rule:
 def _sort(call: Call) -> list[Sig]:
     """sort and argsort: (dim, descending), or stable before them where it is given by position."""
     given = call.args[1:]
-    if given and (isinstance(given[0], bool) or given[0] is None):
-        dim = call.arg(2, "dim", -1)
-    else:
-        dim = call.arg(1, "dim", -1)
+    stable_first = bool(given) and (isinstance(given[0], bool) or given[0] is None)
+    dim = call.arg(2 if stable_first else 1, "dim", -1)
     ndim = call.tensors[0].ndim
     if not ndim or isinstance(dim, bool) or not isinstance(dim, int):
         return []

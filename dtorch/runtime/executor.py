@@ -485,7 +485,8 @@ class Executor:
         poison again, here and, by the status that travels with each message, at its receivers.
         """
         comm, members = bound.comm, bound.members
-        assert comm is not None and members is not None
+        assert comm is not None
+        assert members is not None
         definition = step.definition
         poison: Poison | None = None
         generators: dict[Place, Any] = {}

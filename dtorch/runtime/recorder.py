@@ -110,8 +110,8 @@ class Recorder:
     """Calls, slots and definitions of one session.
 
     Any thread may record. ``_lock`` guards turning the buffer into a batch; ``put``, ``take`` and ``dead.append`` need no
-    lock (``dead`` being the list of one mesh). In a flush the dead slots are taken before the calls: a slot dies after its last use was recorded, so a death that
-    is seen has all its uses in this batch or an earlier one.
+    lock (``dead`` being the list of one mesh). In a flush the dead slots are taken before the calls: a slot dies after its
+    last use was recorded, so a death that is seen has all its uses in this batch or an earlier one.
     """
 
     def __init__(self, outlet: Outlet, sync: Callable[[], None] | None = None) -> None:

@@ -152,16 +152,50 @@ def local(site: Site) -> Callable[..., Any]:
 @kernel("view")
 def view(site: Site) -> Callable[..., Any]:
     """A regrouping of dims to the local shape of the output. Where the whole would be copied, the piece is copied too."""
-    shape = site.local_shape(site.definition.outputs[0])
+    sizes = site.local_shape(site.definition.outputs[0])
     if not site.params.get("copy"):
-        return lambda x: x.reshape(shape)
+        return lambda x: x.reshape(sizes)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        made = x.reshape(shape)
+        made = x.reshape(sizes)
         return made.clone() if made.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else made
 
     return run
 
 
-from dtorch.runtime.kernels import conv, data, gathered, loss, norm, random, reduce, redistribute, sort  # noqa: E402, F401  (they register themselves)
-from dtorch.runtime.kernels import index, remap, shape  # noqa: E402, F401
+from dtorch.runtime.kernels import (  # noqa: E402  (they register themselves)
+    conv as conv,
+)
+from dtorch.runtime.kernels import (
+    data as data,
+)
+from dtorch.runtime.kernels import (
+    gathered as gathered,
+)
+from dtorch.runtime.kernels import (
+    index as index,
+)
+from dtorch.runtime.kernels import (
+    loss as loss,
+)
+from dtorch.runtime.kernels import (
+    norm as norm,
+)
+from dtorch.runtime.kernels import (
+    random as random,
+)
+from dtorch.runtime.kernels import (
+    redistribute as redistribute,
+)
+from dtorch.runtime.kernels import (
+    reduce as reduce,
+)
+from dtorch.runtime.kernels import (
+    remap as remap,
+)
+from dtorch.runtime.kernels import (
+    shape as shape,
+)
+from dtorch.runtime.kernels import (
+    sort as sort,
+)

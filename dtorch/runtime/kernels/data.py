@@ -38,9 +38,10 @@ def upload_shards(site: Site) -> Callable[..., Any]:
     """Takes this device's piece out of the pieces of all devices, which lie one behind the other."""
     layout = site.definition.outputs[0]
     dtype = site.dtype(layout)
-    sizes = [local_shape(tuple(layout.shape), tuple(layout.codes), tuple(site.mesh.shape), c) for c in coords(tuple(site.mesh.shape))]
+    mesh_shape = tuple(site.mesh.shape)
+    sizes = [local_shape(tuple(layout.shape), tuple(layout.codes), mesh_shape, c) for c in coords(mesh_shape)]
     assert site.coord is not None
-    me = coords(tuple(site.mesh.shape)).index(site.coord)
+    me = coords(mesh_shape).index(site.coord)
     start = sum(math.prod(s) for s in sizes[:me])
     shape = sizes[me]
     stop = start + math.prod(shape)

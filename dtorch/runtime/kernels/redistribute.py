@@ -96,7 +96,7 @@ def _reduce_scatter(
     mine = _coordinate(source, place)
     assert mine is not None
     all_coords = coords(source.mesh_shape)
-    line = [i for i, c in enumerate(all_coords) if all(a == b for k, (a, b) in enumerate(zip(mine, c, strict=True)) if k != axis)]
+    line = [i for i, c in enumerate(all_coords) if (*c[:axis], *c[axis + 1 :]) == (*mine[:axis], *mine[axis + 1 :])]
     whole = box(source.shape, source.codes, source.mesh_shape, mine)
     parts = [box(target.shape, target.codes, target.mesh_shape, all_coords[i]) for i in line]
     places = [(source.kind, source.devices[i]) for i in line]
