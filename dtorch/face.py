@@ -37,6 +37,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _devices: dict[str, torch.device] = {kind: torch.device(kind) for kind in ("cpu", "cuda")}
 _auto = policy._auto
 _Plain = torch._C.DisableTorchFunctionSubclass
+_new = object.__new__
 _NESTED = (list, tuple, dict, slice)
 
 
@@ -346,20 +347,34 @@ def _op_method(op: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _binary(op: Op, name: str) -> Callable[..., Any]:
-    record = op.record
+    """An operator of two faces, or of a face and a number; as ``ops/_methods.py`` has it for native tensors."""
+    cache = op.cache
 
     def call(self: TorchTensor, other: Any) -> Any:
+        native = self._native
         kind = type(other)
-        if kind is not TorchTensor and kind is not float and kind is not int:
-            return _run(op, (self, other), {}, _getframe(1))
-        own = (self._native, other._native if kind is TorchTensor else other)
-        token = None if _auto.get() else _auto.set(True)
         try:
-            result = record(own, {}, _getframe(1))
-        finally:
-            if token is not None:
-                _auto.reset(token)
-        return faced(result)
+            if kind is TorchTensor:
+                own = other._native
+                sig = cache[native._spec, own._spec]
+                slot = sig.take()
+                frame = _getframe(1)
+                sig.put(((sig.id, slot, native._slot, own._slot), frame.f_code, frame.f_lasti))
+            elif kind is float or (kind is int and -(2**63) <= other < 2**63):
+                sig = cache[native._spec, kind]
+                slot = sig.take()
+                frame = _getframe(1)
+                sig.put(((sig.id, slot, native._slot, other), frame.f_code, frame.f_lasti))
+            else:
+                sig = None
+        except (KeyError, IndexError):  # not met before, or no slot at hand
+            sig = None
+        if sig is None:
+            return _run(op, (self, other), {}, _getframe(1))
+        made = _new(Tensor)
+        made._spec = sig.spec
+        made._slot = slot
+        return faced(made)
 
     call.__name__ = call.__qualname__ = name
     return call

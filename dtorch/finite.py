@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtorch.failures import describe
 from dtorch.mesh import DeviceMesh
 from dtorch.ops.table import OPS
 from dtorch.runtime.recorder import locate
@@ -83,8 +84,8 @@ class _Watch:
                         facts.op,
                         f"{path}:{line}" if path else "",
                         linecache.getline(path, line).strip(),
-                        [self._session._describe(one) for one in facts.inputs],
-                        self._session._describe(layout),
+                        [describe(one) for one in facts.inputs],
+                        describe(layout),
                         num_nan,
                         num_inf,
                     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -163,39 +164,6 @@ def view(site: Site) -> Callable[..., Any]:
     return run
 
 
-from dtorch.runtime.kernels import (  # noqa: E402  (they register themselves)
-    conv as conv,
-)
-from dtorch.runtime.kernels import (
-    data as data,
-)
-from dtorch.runtime.kernels import (
-    gathered as gathered,
-)
-from dtorch.runtime.kernels import (
-    index as index,
-)
-from dtorch.runtime.kernels import (
-    loss as loss,
-)
-from dtorch.runtime.kernels import (
-    norm as norm,
-)
-from dtorch.runtime.kernels import (
-    random as random,
-)
-from dtorch.runtime.kernels import (
-    redistribute as redistribute,
-)
-from dtorch.runtime.kernels import (
-    reduce as reduce,
-)
-from dtorch.runtime.kernels import (
-    remap as remap,
-)
-from dtorch.runtime.kernels import (
-    shape as shape,
-)
-from dtorch.runtime.kernels import (
-    sort as sort,
-)
+_FILES = "conv data gathered index loss norm random redistribute reduce remap shape sort"
+for _file in _FILES.split():
+    import_module(f"{__name__}.{_file}")  # it registers its kernels
