@@ -18,9 +18,9 @@ import asyncio
 import hmac
 import logging
 import os
-import socket
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any
@@ -112,7 +112,7 @@ class WebSocketLink(Link):
         # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
-        self._direct: socket.socket | None = None
+        self._direct: int | None = None
         self._rest = b""  # what a direct write left over of its frame; goes out before anything else
         self._write_lock = threading.Lock()
         if isinstance(ws, web.WebSocketResponse):
@@ -129,8 +129,8 @@ class WebSocketLink(Link):
             return
         self._transport = ws._req.transport if ws._req is not None else None
         if self._transport is not None:
-            self._direct = socket.socket(fileno=os.dup(plain.fileno()))
-            self._direct.setblocking(False)
+            self._direct = os.dup(plain.fileno())  # does not block, as the original does not
+            self._close_direct = weakref.finalize(self, os.close, self._direct)
 
     def send_from_thread(self, frame: bytes) -> bool:
         with self._write_lock:
@@ -147,7 +147,7 @@ class WebSocketLink(Link):
             else:
                 head = b"\x82\x7f" + size.to_bytes(8, "big")
             try:
-                sent = direct.sendmsg((head, frame))
+                sent = os.writev(direct, (head, frame))
             except OSError:  # full, or cut: the loop's thread finds out which
                 return False
             if sent < len(head) + size:
@@ -244,8 +244,8 @@ class WebSocketLink(Link):
         with self._write_lock:
             self._closed = True
             if self._direct is not None:
-                self._direct.close()
                 self._direct = None
+                self._close_direct()
 
     async def _goodbye(self, reason: str, code: int) -> None:
         if self._flusher is not None:
