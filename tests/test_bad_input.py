@@ -209,8 +209,6 @@ async def test_out_of_memory_leaves_the_other_tensors_alone(mesh: DeviceMesh) ->
 
 def test_a_value_too_large_for_this_process(mesh: DeviceMesh) -> None:
     x = dtorch.ones((1, 1), device_mesh=mesh)
-    if not hasattr(x, "expand"):
-        pytest.skip("no expand in the op table")
     with pytest.raises(torch.OutOfMemoryError, match="no memory in this process for the value"):
         x.expand(1 << 30, 1 << 30).to_torch()
 
