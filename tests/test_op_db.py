@@ -23,6 +23,10 @@ TIMEOUT_S = 120.0
 FEW = 6
 """Samples of dtypes other than float32, unless all are asked for."""
 
+RESHAPES = frozenset({"as_strided", "as_strided.partial_views"})
+"""In place they give a tensor another shape over the same memory. On one device that works; for a sharded tensor there is no
+such memory, and the call is refused with PlacementError."""
+
 NAMES = sorted(_op_db.entries())
 
 
@@ -115,6 +119,10 @@ def test_sharded(name: str, mesh: str, totals: Totals) -> None:
 def test_in_place_sharded(name: str, mesh: str, totals: Totals) -> None:
     op = _op_db.entries()[name]
     shape = tuple(map(int, mesh.split("x")))
+    if name in RESHAPES:
+        found = _op_db.check_sharded(op, name, shape, max_samples=2, fn=op.inplace_variant)
+        assert not found.wrong
+        return
     totals.take(name, _op_db.check_sharded(op, name, shape, max_samples=2, fn=op.inplace_variant))
 
 

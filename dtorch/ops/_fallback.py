@@ -19,6 +19,9 @@ from dtorch.ops._rules import replicate_only
 from dtorch.ops.table import OPS
 from dtorch.tensor import TORCH, Tensor
 
+_BODIES = "torch._C._nn"
+"""What functions of torch.nn.functional call inside, once their own bodies run on our tensors (``nn/_expand.py``)."""
+
 _PLACES: tuple[tuple[str, Any], ...] = (
     ("torch", torch),
     ("torch.nn.functional", torch.nn.functional),
@@ -26,6 +29,7 @@ _PLACES: tuple[tuple[str, Any], ...] = (
     ("torch.fft", torch.fft),
     ("torch.special", torch.special),
     ("torch.Tensor", torch.Tensor),
+    (_BODIES, torch._C._nn),
     (_library.PRIVATE, torch._C._VariableFunctions),
 )
 
@@ -41,7 +45,8 @@ _WORDS = """
     to_sparse_bsr to_sparse_bsc sparse_resize_ sparse_resize_and_clear_ sparse_mask sparse_dim dense_dim indices
     values crow_indices col_indices ccol_indices row_indices coalesce is_coalesced smm sspmm _indices _values
     _nnz quantize_per_tensor quantize_per_channel rrelu_ get_device_module
-    native_dropout lstm gru rnn_tanh rnn_relu dropout fractional_max_pool2d fractional_max_pool2d_with_indices
+    rrelu_with_noise rrelu_with_noise_ native_dropout lstm gru
+    rnn_tanh rnn_relu dropout fractional_max_pool2d fractional_max_pool2d_with_indices
     fractional_max_pool3d fractional_max_pool3d_with_indices _fused_dropout _standard_gamma _sample_dirichlet
     _dirichlet_grad pca_lowrank svd_lowrank lobpcg int_repr dequantize lu_unpack_ choose_qparams_optimized
 """
@@ -74,14 +79,14 @@ def generic_names() -> dict[str, Callable[..., Any]]:
             fn = getattr(holder, name, None)
             if not callable(fn) or isinstance(fn, type) or fn in TORCH or f"{place}.{name}" in OPS:
                 continue
-            if id(fn) in known or place in ("torch.Tensor", _library.PRIVATE):
+            if id(fn) in known or place in ("torch.Tensor", _BODIES, _library.PRIVATE):
                 found[f"{place}.{name}"] = fn
     return found
 
 
 def missing_ops() -> list[str]:
     """Names of torch's functions that have no rule of their own: they run on replicated tensors only."""
-    return sorted(name for name in generic_names() if not name.startswith(_library.PRIVATE))
+    return sorted(name for name in generic_names() if not name.startswith((_library.PRIVATE, _BODIES)))
 
 
 def generic(name: str) -> Op | None:

@@ -39,6 +39,10 @@ class Exchange:
     receives: list[tuple[Place, tuple[int, ...]]]
     dtype: torch.dtype
 
+    def detach_from(self, storages: set[int]) -> None:
+        """Copy what lies in ``storages`` (by address), which will be written while others still read."""
+        self.sends = [(place, _detached(tensor, storages)) for place, tensor in self.sends]
+
 
 @dataclass(slots=True)
 class Gather:
@@ -53,6 +57,9 @@ class Gather:
     axes: tuple[int, ...]
     shapes: Sequence[tuple[int, ...]]
     dtype: torch.dtype
+
+    def detach_from(self, storages: set[int]) -> None:
+        self.tensor = None if self.tensor is None else _detached(self.tensor, storages)
 
 
 @dataclass(slots=True)
@@ -70,8 +77,15 @@ class Reduce:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def detach_from(self, storages: set[int]) -> None:
+        self.tensor = None if self.tensor is None else _detached(self.tensor, storages)
+
 
 Request = Exchange | Gather | Reduce
+
+
+def _detached(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
 
 _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from dtorch.runtime import kernels
 from dtorch.runtime.comm import Comm, Members, Place
+from dtorch.runtime.cuts import as_seen, cutting
 from dtorch.runtime.kernels import Site
 from dtorch.runtime.kernels.random import draw
-from dtorch.runtime.layout import coords, local_shape, slices
+from dtorch.runtime.layout import coords, local_shape
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
     BINARY,
@@ -195,7 +195,7 @@ class Executor:
         for place in mine:
             site = Site(seen, fn, infos, main, main_coords.get(place), place, self._device_of(place))
             made = kernel.build(site)
-            functions[self._place_index[place]] = made if seen is definition else _cutting(made, definition, site)
+            functions[self._place_index[place]] = made if seen is definition else cutting(made, definition, site)
         bound = Bound(functions, kernel)
         if kernel.name == "random":
             bound.draws = draw(definition, fn, self._device_of(mine[0]) if mine else self._device_of((main.kind, 0)))
@@ -506,6 +506,14 @@ class Executor:
                 values.append(value)
             generators[place] = fn(*values, *step.numbers)
             index_of[place] = index
+        # One device may write its piece before another has looked at what it was sent of it.
+        written = {
+            s[slot].untyped_storage().data_ptr()
+            for index in bound.functions
+            for s in (self.stores[index],)
+            for slot in (step.ins[w] for w in definition.writes)
+            if isinstance(s[slot], torch.Tensor)
+        }
         comm.ok = True
         results: dict[Place, Any] = {}
         answers: dict[Place, Any] = dict.fromkeys(generators)
@@ -519,6 +527,8 @@ class Executor:
                     del generators[place]
             if requests:
                 self.counters["exchanges"] += 1
+                for request in requests.values() if written else ():
+                    request.detach_from(written)
                 answers = comm.perform(members, requests, poison is None)
         if poison is None and not comm.ok:
             poison = Poison(-1)
@@ -551,34 +561,6 @@ class Executor:
 
     def hosts(self, place: Place) -> bool:
         return place in self._place_index
-
-
-def as_seen(definition: Definition) -> Definition:
-    """The definition with its inputs as the kernel sees them: after each device has cut what ``params["cuts"]`` names."""
-    cuts = definition.params.get("cuts")
-    if not cuts:
-        return definition
-    inputs = tuple(
-        msgspec.structs.replace(layout, codes=tuple(cuts[str(i)])) if str(i) in cuts else layout
-        for i, layout in enumerate(definition.inputs)
-    )
-    return msgspec.structs.replace(definition, inputs=inputs)
-
-
-def _cutting(made: Callable[..., Any], definition: Definition, site: Site) -> Callable[..., Any]:
-    """``made``, given its part of the inputs that are to be cut."""
-    parts = {}
-    for key in definition.params["cuts"]:
-        i = int(key)
-        parts[i] = slices(site.box(site.definition.inputs[i]), site.box(definition.inputs[i]))
-
-    def run(*values: Any) -> Any:
-        cut = list(values)
-        for i, part in parts.items():
-            cut[i] = cut[i][part]
-        return made(*cut)
-
-    return run
 
 
 def _no_function(*_: Any, **__: Any) -> Any:
