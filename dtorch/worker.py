@@ -15,6 +15,7 @@ import torch
 
 from dtorch import creation
 from dtorch.ops import custom, table
+from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError
@@ -84,11 +85,13 @@ async def _serve(args: dict[str, Any]) -> None:
 
     worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow)
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
+    spinner = Spinner(asyncio.get_running_loop())
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         try:
             while not worker.stopped and (frame := await receive()) is not None:
                 handle(decode(frame))
+                spinner.touch()
         except Exception as error:
             # Not a call's failure: this process is of no use any more. The controller, if it is there, passes on why.
             with contextlib.suppress(ConnectionLostError):

@@ -31,6 +31,7 @@ from dtorch.runtime.controller import (
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
+from dtorch.runtime.spin import Spinner
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.link import Link, Server
@@ -106,6 +107,7 @@ class ControllerThread:
         self._lost = False
         self._over = False  # nothing will finish any more
         self.loop: asyncio.AbstractEventLoop = _new_loop()
+        self._spinner = Spinner(self.loop)
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
         self._launcher.start()  # before there is a thread, so that this process may be forked
         self._thread.start()
@@ -118,6 +120,11 @@ class ControllerThread:
     def submit(self, batch: Outgoing) -> None:
         self._num_submitted += 1
         self.post(Submitted(batch))
+        if batch.fetches:  # somebody waits: be awake when the value comes
+            try:
+                self.loop.call_soon_threadsafe(self._spinner.touch)
+            except RuntimeError:
+                logger.debug("no spinning: the controller has ended")
 
     def post(self, event: Event) -> None:
         """Tell the controller of an event, in order.
