@@ -168,7 +168,6 @@ class Compiled:
         return result
 
     def _explained(self, error: CaptureError) -> CaptureError:
-        frame = _getframe(1)
         trace = error.__traceback__
         where = ""
         while trace is not None:
@@ -178,7 +177,6 @@ class Compiled:
                 place = locate(code, trace.tb_lasti)
                 where = f" at {place[0]}:{place[1]}" if place is not None else ""
             trace = trace.tb_next
-        del frame
         name = getattr(self._fn, "__name__", type(self._fn).__name__)
         return CaptureError(
             f"{name} cannot be compiled: {error}{where}. A replay runs without the client, so nothing in it may depend on a "

@@ -109,7 +109,6 @@ class Session:
             worker_args={
                 "virtual": self._virtual,
                 "num_threads": options.num_threads,
-                "rewrite": os.environ.get("DTORCH_REWRITE", ""),
             },
             listen=options.listen,
             start_timeout_s=options.start_timeout_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -102,8 +102,3 @@ def contiguous_stride(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def facts(*values: Any) -> str:
-    """Values as text for error messages, joined by commas."""
-    return ", ".join(map(str, values))

@@ -7,7 +7,6 @@ device, placements by the row's rule, a ``Definition`` for the workers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from sys import _getframe
@@ -50,10 +49,8 @@ class Op:
         writes: the tensor input that is written in place and returned.
         numbers: argument positions and names whose numbers vary from call to call; True: all numbers.
         random: draws from the session's generator.
-        to_kernel: turns a call into (kernel, args, kwargs, params) where plain local work is not enough.
         is_view: the result shares memory with input 0 where it is computed without communication.
         stand_in: what infers shapes in place of ``fn``, for ops whose shapes depend on values.
-        doc: one line for the reference.
     """
 
     def __init__(
@@ -588,10 +585,6 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _with_tensors(v, tensors) for k, v in tree.items()}
     return tree
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, refresh_all, wrote  # noqa: E402

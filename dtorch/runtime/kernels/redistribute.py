@@ -10,7 +10,7 @@ import torch
 from dtorch.runtime.comm import Exchange, Place, Reduce, fold
 from dtorch.runtime.kernels import Site, Steps, kernel
 from dtorch.runtime.layout import box, coords, slices
-from dtorch.runtime.moves import Moves, Placed, plan_boxes
+from dtorch.runtime.moves import Placed, plan_boxes
 from dtorch.runtime.moves import steps as plan_steps
 
 
@@ -114,7 +114,3 @@ def _reduce_scatter(
         return fold([pieces[me] if other == place else next(others) for other in places], op).contiguous()
 
     return run
-
-
-def noop(moves: Moves) -> bool:
-    return moves.is_noop
