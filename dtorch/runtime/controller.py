@@ -13,12 +13,13 @@ own, and random ops are drawn by all workers alike.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 from typing_extensions import assert_never
 
-from dtorch.runtime.recorder import Outgoing
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
@@ -26,10 +27,12 @@ from dtorch.transport.messages import (
     AskRandomState,
     AskStatistics,
     Batch,
+    Blob,
     Define,
     Definition,
     Done,
     Failure,
+    Fetch,
     Forget,
     FromWorker,
     Hello,
@@ -37,19 +40,55 @@ from dtorch.transport.messages import (
     Program,
     RandomState,
     Seed,
+    SharedBlob,
     Statistics,
     Stop,
+    StreamBlob,
     Value,
 )
 
 # ---- events
 
 
+class Submission(Protocol):
+    """A batch as the controller sees it: all but its calls. The recorder's ``Outgoing`` is one."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def meshes(self) -> tuple[MeshInfo, ...]: ...
+    @property
+    def definitions(self) -> tuple[Definition, ...]: ...
+    @property
+    def programs(self) -> tuple[Program, ...]: ...
+    @property
+    def uploads(self) -> tuple[Blob | SharedBlob | StreamBlob, ...]: ...
+    @property
+    def fetches(self) -> tuple[Fetch, ...]: ...
+    @property
+    def freed_meshes(self) -> tuple[int, ...]: ...
+    @property
+    def signatures(self) -> Collection[int]: ...
+    @property
+    def refused(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Submitted:
     """The client sent a batch."""
 
-    batch: Outgoing
+    batch: Submission
+
+
+@dataclass(frozen=True)
+class Defined:
+    """The client announced meshes and signatures ahead of the batch that uses them."""
+
+    meshes: tuple[MeshInfo, ...]
+    definitions: tuple[Definition, ...]
+    programs: tuple[Program, ...]
 
 
 @dataclass(frozen=True)
@@ -90,7 +129,7 @@ class Closing:
     pass
 
 
-Event = Submitted | Sent | Asked | Joined | Received | Exited | Closing
+Event = Submitted | Defined | Sent | Asked | Joined | Received | Exited | Closing
 
 # ---- instructions
 
@@ -189,11 +228,19 @@ class Controller:
     Args:
         session: number carried by every message.
         shared_kinds: device kinds whose devices all live in worker 0; other kinds get one worker a device.
+        place: where workers are not the session's own: (kind, device) -> worker, and the device's number there.
     """
 
-    def __init__(self, session: int, shared_kinds: frozenset[str]) -> None:
+    def __init__(
+        self,
+        session: int,
+        shared_kinds: frozenset[str],
+        place: Callable[[str, int], tuple[int, int]] | None = None,
+    ) -> None:
         self.session = session
         self._shared_kinds = shared_kinds
+        self._place = place
+        self._locals: dict[tuple[str, int], int] = {}  # a device's number on its worker, where ``place`` says so
         self._workers: dict[int, _Worker] = {}
         self._hosts: dict[tuple[str, int], int] = {}
         self._mesh_workers: dict[int, tuple[int, ...]] = {}
@@ -232,6 +279,8 @@ class Controller:
         match event:
             case Submitted(batch):
                 return self._submitted(batch)
+            case Defined(meshes, definitions, programs):
+                return self._define(meshes, definitions, programs)
             case Sent(message):
                 if isinstance(message, Seed):
                     self._seed, self._drawn = message, False
@@ -257,27 +306,31 @@ class Controller:
 
     # ---- from the client
 
-    def _submitted(self, batch: Outgoing) -> list[Instruction]:
+    def _define(
+        self, meshes: tuple[MeshInfo, ...], definitions: tuple[Definition, ...], programs: tuple[Program, ...]
+    ) -> list[Instruction]:
         out: list[Instruction] = []
         meshes_made = []
-        for mesh in batch.meshes:
+        for mesh in meshes:
             out += self._add_mesh(mesh)
             meshes_made.append(self._meshes[-1])
-        everyone = self.workers
+        for definition in definitions:
+            self._signature_mesh[definition.sig] = self._meshes_of(definition)
+            self._definitions[definition.sig] = definition
+        for program in programs:
+            self._programs[program.sig] = program
+            if self._signature_mesh[program.sig]:
+                self._signature_mesh[program.sig] = program.meshes
+        return out + self._broadcast(encode(Define(self.session, tuple(meshes_made), definitions, programs)), self.workers)
+
+    def _submitted(self, batch: Submission) -> list[Instruction]:
+        out: list[Instruction] = []
         if batch.meshes or batch.definitions or batch.programs:
-            for definition in batch.definitions:
-                self._signature_mesh[definition.sig] = self._meshes_of(definition)
-                self._definitions[definition.sig] = definition
-            for program in batch.programs:
-                self._programs[program.sig] = program
-                if self._signature_mesh[program.sig]:
-                    self._signature_mesh[program.sig] = program.meshes
-            define = Define(self.session, tuple(meshes_made), batch.definitions, batch.programs)
-            out += self._broadcast(encode(define), everyone)
+            out += self._define(batch.meshes, batch.definitions, batch.programs)
         if not self._drawn and self._has_random:
             self._drawn = not all(map(self._signature_mesh.__getitem__, batch.signatures))
         meshes, concerned = self._concerned(batch)
-        frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches))
+        frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches, batch.refused))
         for fetch in batch.fetches:
             self._fetches[fetch.ticket] = _Fetch(set(self._mesh_workers[fetch.mesh]))
         if concerned:
@@ -293,7 +346,7 @@ class Controller:
         layouts = (*definition.inputs, *definition.outputs)
         return tuple(sorted({layout.mesh for layout in layouts}))
 
-    def _concerned(self, batch: Outgoing) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _concerned(self, batch: Submission) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Meshes that a batch touches and the workers that hold their devices; () stands for all meshes."""
         everyone = self.workers
         if len(everyone) <= 1:
@@ -309,24 +362,28 @@ class Controller:
 
     def _add_mesh(self, mesh: MeshInfo) -> list[Instruction]:
         out: list[Instruction] = []
-        hosts = []
+        hosts, numbers = [], []
         for device in mesh.devices:
             place = (mesh.kind, device)
             if place not in self._hosts:
                 out += self._host(place)
             hosts.append(self._hosts[place])
-        self._meshes.append(msgspec.structs.replace(mesh, workers=tuple(hosts)))
+            numbers.append(self._locals.get(place, device))
+        local = tuple(numbers) if self._locals else ()
+        self._meshes.append(msgspec.structs.replace(mesh, workers=tuple(hosts), locals=local))
         self._mesh_workers[mesh.mesh] = tuple(sorted(set(hosts)))
         return out
 
     def _host(self, place: tuple[str, int]) -> list[Instruction]:
         kind, device = place
         shared = kind in self._shared_kinds
-        if shared and 0 in self._workers:
-            self._hosts[place] = 0
-            return []
-        number = 0 if shared else max([0, *self._workers]) + 1
+        if self._place is not None:
+            number, self._locals[place] = self._place(kind, device)
+        else:
+            number = 0 if shared else max([0, *self._workers]) + 1
         self._hosts[place] = number
+        if number in self._workers:
+            return []
         worker = _Worker(number)
         out: list[Instruction] = [Start(number, kind, device, shared)]
         elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]

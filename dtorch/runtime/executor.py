@@ -111,7 +111,8 @@ class Executor:
         self.session = session
         self.worker = worker
         self._resolve = resolve
-        self._device_of = device_of
+        self._local_device = device_of
+        self._locals: dict[Place, int] = {}  # a device's number on this worker, where it is not the session's
         self._make_group = make_group
         self._report = report
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -135,12 +136,19 @@ class Executor:
         self.memory = MemoryMeter(self)
         self.counters = {"calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0}
 
+    def device_of(self, place: Place) -> torch.device:
+        """The torch device that stands for a hosted place."""
+        return self._local_device((place[0], self._locals.get(place, place[1])))
+
     # ---- definitions
 
     def add_mesh(self, mesh: MeshInfo) -> None:
         self.meshes[mesh.mesh] = mesh
-        for device, host in zip(mesh.devices, mesh.workers, strict=True):
+        numbers = mesh.locals or mesh.devices
+        for device, host, number in zip(mesh.devices, mesh.workers, numbers, strict=True):
             place = (mesh.kind, device)
+            if number != device:
+                self._locals[place] = number
             if host == self.worker and place not in self._place_index:
                 self._place_index[place] = len(self.places)
                 self.places.append(place)
@@ -193,22 +201,23 @@ class Executor:
         main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
         seen = as_seen(definition)
         for place in mine:
-            site = Site(seen, fn, infos, main, main_coords.get(place), place, self._device_of(place))
+            site = Site(seen, fn, infos, main, main_coords.get(place), place, self.device_of(place))
             made = kernel.build(site)
             functions[self._place_index[place]] = made if seen is definition else cutting(made, definition, site)
         bound = Bound(functions, kernel)
         if kernel.name == "random":
-            bound.draws = draw(definition, fn, self._device_of(mine[0]) if mine else self._device_of((main.kind, 0)))
+            bound.draws = draw(definition, fn, self.device_of(mine[0]) if mine else self.device_of((main.kind, 0)))
         elif not mine:
             return None
         if kernel.communicates:
             workers = tuple(sorted(set(hosts.values())))
             group = None
             if len(workers) > 1:
-                devices = {self._device_of(place) for place in hosts}
-                own_gpus = len(devices) == len(hosts) and {d.type for d in devices} == {"cuda"}
+                many_hosts = any(info.locals for info in infos.values())
+                devices = {(host if many_hosts else 0, self.device_of(place)) for place, host in hosts.items()}
+                own_gpus = len(devices) == len(hosts) and {d.type for _, d in devices} == {"cuda"}
                 group = self._group(workers, "nccl" if own_gpus and len(infos) == 1 else "gloo")
-            bound.comm = Comm(mine, hosts, group, self.worker, self._device_of)
+            bound.comm = Comm(mine, hosts, group, self.worker, self.device_of)
             source = infos[(definition.inputs or definition.outputs)[0].mesh]
             bound.members = Members(source)
         return bound
@@ -550,7 +559,7 @@ class Executor:
         info = self.meshes[layout.mesh]
         coord = coords(tuple(info.shape))[list(info.devices).index(place[1])]
         shape = local_shape(tuple(layout.shape), tuple(layout.codes), tuple(info.shape), coord)
-        return torch.zeros(shape, dtype=dtype_of(layout.dtype), device=self._device_of(place))
+        return torch.zeros(shape, dtype=dtype_of(layout.dtype), device=self.device_of(place))
 
     # ---- reading
 

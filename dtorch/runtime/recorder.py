@@ -21,7 +21,7 @@ import msgspec
 
 from dtorch.runtime.slots import SlotPool
 from dtorch.transport.errors import DTorchError, SessionClosedError
-from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program, SharedBlob
+from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program, SharedBlob, StreamBlob
 
 FIRST_BATCH = 64
 """Calls in the first batch after a pause: small, so that devices start early."""
@@ -63,9 +63,11 @@ class Outgoing(msgspec.Struct):
     meshes: tuple[MeshInfo, ...]
     definitions: tuple[Definition, ...]
     programs: tuple[Program, ...]
-    uploads: tuple[Blob | SharedBlob, ...]
+    uploads: tuple[Blob | SharedBlob | StreamBlob, ...]
     fetches: tuple[Fetch, ...]
     freed_meshes: tuple[int, ...]  # meshes whose tensors died
+
+    refused = ""  # a head may refuse a batch, a client's own controller does not
 
     @property
     def signatures(self) -> set[int]:
@@ -136,7 +138,7 @@ class Recorder:
         self._meshes: list[MeshInfo] = []
         self._definitions: list[Definition] = []
         self._programs: list[Program] = []
-        self._uploads: list[Blob | SharedBlob] = []
+        self._uploads: list[Blob | SharedBlob | StreamBlob] = []
         self._hoisted: list[Any] = []  # uploads made during a capture; they run before what follows it
         self._fetches: list[Fetch] = []
         self._sources: dict[int, list[Any]] = {}
@@ -248,7 +250,7 @@ class Recorder:
             self._dead[mesh.mesh] = dead
             return dead
 
-    def upload(self, signature: int, blob: Blob | SharedBlob, source: tuple[CodeType | None, int]) -> int:
+    def upload(self, signature: int, blob: Blob | SharedBlob | StreamBlob, source: tuple[CodeType | None, int]) -> int:
         """Put a call of kernel "upload" together with its bytes; the answer is the slot.
 
         The call carries the place of its bytes in the batch, so that a batch that uploads looks the same every time.

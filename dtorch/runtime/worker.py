@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from typing_extensions import assert_never
@@ -15,6 +15,7 @@ from dtorch.runtime.executor import Executor, Poison
 from dtorch.runtime.layout import box, coords, slices
 from dtorch.runtime.template import dtype_name
 from dtorch.transport.bulk import open_blob
+from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
     Allow,
     AskRandomState,
@@ -32,6 +33,7 @@ from dtorch.transport.messages import (
     SharedBlob,
     Statistics,
     Stop,
+    StreamBlob,
     ToWorker,
     Value,
     Welcome,
@@ -39,6 +41,18 @@ from dtorch.transport.messages import (
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
+
+
+class Streams(Protocol):
+    """Bytes that come and go in parts, between hosts without shared memory."""
+
+    def take(self, stream: int, size_bytes: int) -> torch.Tensor:
+        """The bytes of an upload, which have come before. Raises ProtocolError when they have not."""
+        ...
+
+    def give(self, stream: int, offset: int, data: torch.Tensor) -> None:
+        """Send part of a value: bytes (a uint8 vector) that go to ``offset`` of the receiver's buffer."""
+        ...
 
 
 class Worker:
@@ -51,6 +65,8 @@ class Worker:
         make_group: (members, kind) -> process group.
         send: passes a message to the controller.
         allow: told of names that ``resolve`` may import.
+        streams: where blobs of streams come from and go to.
+        executor: makes what runs a session's batches.
     """
 
     def __init__(
@@ -61,6 +77,8 @@ class Worker:
         make_group: Callable[[tuple[int, ...], str], Group],
         send: Callable[[FromWorker], None],
         allow: Callable[[tuple[str, ...]], None] | None = None,
+        streams: Streams | None = None,
+        executor: Callable[..., Executor] = Executor,
     ) -> None:
         self.number = number
         self._allow = allow
@@ -68,6 +86,8 @@ class Worker:
         self._resolve = resolve
         self._make_group = make_group
         self._send = send
+        self._streams = streams
+        self._executor = executor
         self._sessions: dict[int, Executor] = {}
         self.stopped = False
 
@@ -79,7 +99,7 @@ class Worker:
     def _session(self, number: int) -> Executor:
         executor = self._sessions.get(number)
         if executor is None:
-            executor = self._sessions[number] = Executor(
+            executor = self._sessions[number] = self._executor(
                 number, self.number, self._resolve, self.device_of, self._make_group, self._send
             )
         return executor
@@ -115,7 +135,7 @@ class Worker:
                     torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
             case AskStatistics(session, ticket, wants_memory, reset_peak):
                 executor = self._session(session)
-                memory = executor.memory.report(self.device_of, reset_peak) if wants_memory else ()
+                memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()
                 self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
             case Stop():
                 self.stopped = True
@@ -127,7 +147,7 @@ class Worker:
     def _batch(self, batch: Batch) -> None:
         started = time.perf_counter_ns()
         executor = self._session(batch.session)
-        uploads = [_bytes_of(blob) for blob in batch.uploads]
+        uploads = [self._bytes_of(blob) for blob in batch.uploads]
         executor.run(batch.seq, batch.body, uploads)
         values: tuple[Value, ...] = ()
         if batch.fetches:
@@ -152,14 +172,18 @@ class Worker:
 
     def _pieces(self, executor: Executor, fetch: Fetch, held: list[tuple[int, torch.Tensor]]) -> list[Piece]:
         mesh = executor.meshes[fetch.mesh]
-        into = None if fetch.into is None else open_blob(fetch.into)
+        stream = fetch.into if isinstance(fetch.into, StreamBlob) else None
+        into = open_blob(fetch.into) if isinstance(fetch.into, SharedBlob) else None
         pieces = []
         for device, value in held:
             if device not in fetch.devices:
                 continue
             tensor = value.detach()
             data = None
-            if into is None:
+            if stream is not None:
+                offset = fetch.offsets[fetch.devices.index(device)]
+                self._streaming().give(stream.stream, offset, _flat(tensor))
+            elif into is None:
                 data = _bytes(tensor)
             elif fetch.layout is not None:
                 layout = fetch.layout
@@ -176,14 +200,29 @@ class Worker:
         return pieces
 
 
-def _bytes_of(blob: Blob | SharedBlob) -> torch.Tensor:
-    if isinstance(blob, SharedBlob):
-        return open_blob(blob)
-    return torch.frombuffer(bytearray(blob.data), dtype=torch.uint8) if blob.data else torch.empty(0, dtype=torch.uint8)
+    def _bytes_of(self, blob: Blob | SharedBlob | StreamBlob) -> torch.Tensor:
+        if isinstance(blob, SharedBlob):
+            return open_blob(blob)
+        if isinstance(blob, StreamBlob):
+            return self._streaming().take(blob.stream, blob.size_bytes)
+        return _vector(blob.data)
+
+    def _streaming(self) -> Streams:
+        if self._streams is None:
+            raise ProtocolError("streams are for workers of a head; this one has shared memory with its client")
+        return self._streams
+
+
+def _vector(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """The elements, row-major."""
-    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    size = tensor.numel() * tensor.element_size()
-    return ctypes.string_at(tensor.data_ptr(), size) if size else b""
+    flat = _flat(tensor)
+    return ctypes.string_at(flat.data_ptr(), flat.numel()) if flat.numel() else b""
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements, row-major, as a uint8 vector on the CPU."""
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)

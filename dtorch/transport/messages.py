@@ -26,6 +26,7 @@ class MeshInfo(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     devices: tuple[int, ...]  # device ids, row-major
     workers: tuple[int, ...] = ()  # the worker of each device; filled in by the controller
+    locals: tuple[int, ...] = ()  # number of each device on its worker; empty: the same as in ``devices``
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -83,6 +84,13 @@ class Blob(msgspec.Struct, frozen=True, tag="raw"):
     data: bytes
 
 
+class StreamBlob(msgspec.Struct, frozen=True, tag="stream"):
+    """Bytes that travel in parts beside the message, between hosts (see ``cluster.py``)."""
+
+    stream: int  # number given by the client, unique in the session
+    size_bytes: int
+
+
 class Fetch(msgspec.Struct, frozen=True):
     """Ask for the local pieces of a slot, after everything before it in the stream."""
 
@@ -90,7 +98,7 @@ class Fetch(msgspec.Struct, frozen=True):
     slot: int
     mesh: int
     devices: tuple[int, ...]  # device ids whose pieces are wanted; other holders only report whether it failed
-    into: SharedBlob | None = None  # where to write the pieces when they are large
+    into: SharedBlob | StreamBlob | None = None  # where to write the pieces when they are large
     layout: Layout | None = None  # with ``into``: each piece goes to its box of the whole, row-major tensor
     offsets: tuple[int, ...] = ()  # without ``layout``: each device's piece is written at its own offset
 
@@ -110,15 +118,16 @@ class Define(msgspec.Struct, frozen=True, tag="define"):
     programs: tuple[Program, ...] = ()
 
 
-class Batch(msgspec.Struct, frozen=True, tag="batch"):
+class Batch(msgspec.Struct, frozen=True, tag="batch", omit_defaults=True):
     """A piece of the program order. The same bytes go to every worker that holds a device of ``meshes``."""
 
     session: int
     seq: int
     meshes: tuple[int, ...]  # meshes that the calls touch; empty: all workers
     body: bytes  # msgpack of [calls, [[mesh, freed slots], ...]]; a worker keys its compiled plan by these bytes
-    uploads: tuple[Blob | SharedBlob, ...] = ()  # consumed in order by the calls of kernel "upload"
+    uploads: tuple[Blob | SharedBlob | StreamBlob, ...] = ()  # consumed in order by the calls of kernel "upload"
     fetches: tuple[Fetch, ...] = ()
+    refused: str = ""  # why no call of it may run: all of them fail with a QuotaError of this text
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
@@ -206,13 +215,14 @@ class Value(msgspec.Struct, frozen=True):
     error: int | None = None  # the slot is poisoned by this failure of this worker
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     """A batch was executed. What it fetched comes along, so that an op and its value cost one answer."""
 
     session: int
     seq: int
     busy_ns: int
     values: tuple[Value, ...] = ()  # one a fetch of which this worker hosts a part
+    held_bytes: int = 0  # by the session on this worker, where that is counted
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
