@@ -38,6 +38,7 @@ from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
 from dtorch.policy import auto_redistribute
+from dtorch.profile import profile
 from dtorch.session import init, shutdown
 from dtorch.streams import as_completed
 from dtorch.visual import visualize_sharding
@@ -94,6 +95,7 @@ __all__ = [
     "inspect",
     "manual_seed",
     "memory_stats",
+    "profile",
     "register_op",
     "shutdown",
     "statistics",

@@ -267,6 +267,7 @@ class _Maker:
                 tuple((registers[slot], slot) for slot in kept),
             )
         )
+        session.program_lines[sig.id] = chunk
         pins = (*external, *kept)
         recorder.pin(pins)
         return sig, pins, positions, writes or bool(kept)

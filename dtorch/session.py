@@ -21,10 +21,11 @@ from dtorch.fetches import INLINE_BYTES, Fetches
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, normalize
-from dtorch.runtime.controller import Asked, Controller, Counted, Failed, Sent, Settled
+from dtorch.runtime.controller import Asked, AskedTrace, Controller, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
+from dtorch.runtime.tracing import Spans
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.bulk import Lease, SegmentPool
@@ -43,7 +44,9 @@ from dtorch.transport.messages import (
     MeshInfo,
     Seed,
     SharedBlob,
+    StartTrace,
     Statistics,
+    Trace,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,9 +94,10 @@ class Session:
         self._specs: dict[Any, Spec] = {}
         self._lock = threading.RLock()
         self._tickets = itertools.count(1)
-        self._counts: dict[int, Promise[tuple[Statistics, ...]]] = {}
+        self._counts: dict[int, Promise[Any]] = {}
         self._failures = Failures()
         self._signatures: dict[int, SignatureFacts] = {}
+        self.program_lines: dict[int, list[Any]] = {}  # signature of a program -> its calls with their source lines
         self.epoch = 0  # changes when signatures are forgotten
         self._pool = SegmentPool()
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
@@ -211,7 +215,8 @@ class Session:
             self.recorder.flush()
             table.clear_caches()
             self._upload_signatures.clear()
-            self._signatures.clear()
+            self._signatures = {}  # a profile may still hold the old one
+            self.program_lines = {}
             self.epoch += 1
             self._specs.clear()
             self.thread.post(Sent(Forget(self.number, self.recorder.next_signature)))
@@ -317,7 +322,7 @@ class Session:
     def counted(self, counted: Counted) -> None:
         promise = self._counts.pop(counted.ticket, None)
         if promise is not None:
-            promise.set_result(counted.statistics)
+            promise.set_result(counted.answers)
 
     def failed(self, failed: Failed) -> None:
         call = (failed.failure.seq, failed.failure.index)
@@ -364,18 +369,46 @@ class Session:
         return self._ask(memory, reset_peak)
 
     def _ask(self, memory: bool, reset_peak: bool) -> Promise[tuple[Statistics, ...]]:
+        return self._asking(lambda ticket: Asked(ticket, memory, reset_peak))
+
+    def _asking(self, question: Callable[[int], Asked | AskedTrace]) -> Promise[Any]:
         self.recorder.flush()
-        promise: Promise[tuple[Statistics, ...]] = Promise()
+        promise: Promise[Any] = Promise()
         ticket = next(self._tickets)
         self._counts[ticket] = promise
         try:
-            self.thread.post(Asked(ticket, memory, reset_peak))
+            self.thread.post(question(ticket))
         except ConnectionLostError as error:
             promise.set_exception(error)
         ended = self.recorder.closed
         if ended is not None:  # just now, and it may have missed this promise
             promise.set_exception(again(ended))
         return promise
+
+    def start_trace(self, spans: Spans, limit: int) -> None:
+        """Everybody notes what happens from here on: this process in ``spans``, each worker at most ``limit`` events.
+
+        Raises:
+            RuntimeError: a profile of this session is under way.
+        """
+        self.check_open()
+        if self.recorder.spans is not None:
+            raise RuntimeError("a profile of this session is under way already: end it before you begin another")
+        self.recorder.flush()
+        self.thread.post(Sent(StartTrace(self.number, limit)))
+        self.recorder.spans = self.thread.spans = spans
+
+    def ask_trace(self, stop: bool) -> Promise[tuple[Trace, ...]]:
+        """Every worker's clock, after all work recorded so far; with ``stop`` also its events, and the profile ends."""
+        promise = self._asking(lambda ticket: AskedTrace(ticket, stop))
+        if stop:
+            self.recorder.spans = self.thread.spans = None
+        return promise
+
+    @property
+    def known_signatures(self) -> dict[int, SignatureFacts]:
+        """What each signature stands for: the live table, until signatures are forgotten."""
+        return self._signatures
 
     def _synchronize_op(self) -> None:
         """DTORCH_SYNC=1: run what was just recorded, and raise its error here."""

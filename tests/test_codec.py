@@ -25,6 +25,8 @@ TO_WORKER: list[m.ToWorker] = [
     m.Seed(1, 2**62),
     m.Allow(1, ("custom:package.module:function",)),
     m.AskStatistics(1, 2, True, False),
+    m.StartTrace(1, 1000),
+    m.AskTrace(1, 2, True),
     m.Stop(),
 ]
 FROM_WORKER: list[m.FromWorker] = [
@@ -41,6 +43,7 @@ FROM_WORKER: list[m.FromWorker] = [
         ),
     ),
     m.Statistics(1, 2, 0, (m.DeviceMemory("cpu", 0, 1, 2, 3),), {"batches": 4}),
+    m.Trace(1, 2, 0, 123, (("cpu", 0),), b"\0" * 72, 3),
 ]
 
 

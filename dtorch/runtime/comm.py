@@ -119,6 +119,10 @@ class Members:
         self.places: list[Place] = [(mesh.kind, device) for device in mesh.devices]
         self.index = {place: i for i, place in enumerate(self.places)}
 
+    def num_along(self, axes: tuple[int, ...]) -> int:
+        """How many places share a line along ``axes``."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
     def along(self, place: Place, axes: tuple[int, ...]) -> list[Place]:
         """Places that differ from ``place`` in ``axes`` only, row-major, itself included."""
         mine = self.coords[self.index[place]]
@@ -245,7 +249,7 @@ class Comm:
 
     def _reduce(self, members: Members, requests: dict[Place, Reduce], ok: bool) -> dict[Place, torch.Tensor | None]:
         first = next(iter(requests.values()))
-        num = math.prod(members.mesh.shape[axis] for axis in first.axes)
+        num = members.num_along(first.axes)
         size_bytes = math.prod(first.shape) * first.dtype.itemsize
         if self._group is not None and num > 2 and size_bytes > CHUNKED_BYTES:
             return self._reduce_in_chunks(members, requests, num, ok)

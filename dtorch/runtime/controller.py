@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from typing_extensions import assert_never
@@ -26,6 +26,7 @@ from dtorch.transport.messages import (
     Allow,
     AskRandomState,
     AskStatistics,
+    AskTrace,
     Batch,
     Blob,
     Define,
@@ -41,9 +42,11 @@ from dtorch.transport.messages import (
     RandomState,
     Seed,
     SharedBlob,
+    StartTrace,
     Statistics,
     Stop,
     StreamBlob,
+    Trace,
     Value,
 )
 
@@ -95,7 +98,7 @@ class Defined:
 class Sent:
     """The client sent a message for all workers, in program order."""
 
-    message: Seed | Forget | Allow
+    message: Seed | Forget | Allow | StartTrace
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,14 @@ class Asked:
     ticket: int
     memory: bool
     reset_peak: bool
+
+
+@dataclass(frozen=True)
+class AskedTrace:
+    """The client wants every worker's clock and, with ``stop``, what it noted since the profile began."""
+
+    ticket: int
+    stop: bool
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class Closing:
     pass
 
 
-Event = Submitted | Defined | Sent | Asked | Joined | Received | Exited | Closing
+Event = Submitted | Defined | Sent | Asked | AskedTrace | Joined | Received | Exited | Closing
 
 # ---- instructions
 
@@ -168,10 +179,10 @@ class Settled:
 
 @dataclass(frozen=True)
 class Counted:
-    """All workers have answered a request for statistics."""
+    """All workers have answered a request for statistics or for what they noted."""
 
     ticket: int
-    statistics: tuple[Statistics, ...]
+    answers: tuple[Statistics, ...] | tuple[Trace, ...]
 
 
 @dataclass(frozen=True)
@@ -250,11 +261,12 @@ class Controller:
         self._programs: dict[int, Program] = {}
         self._running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
         self._fetches: dict[int, _Fetch] = {}
-        self._asked: dict[int, tuple[set[int], list[Statistics]]] = {}
+        self._asked: dict[int, tuple[set[int], list[Any]]] = {}
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
         self._next_ticket = -1
         self._seed: Seed | None = None
         self._allow: Allow | None = None
+        self._tracing: StartTrace | None = None
         self._has_random = False  # some random op is known
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
@@ -286,6 +298,8 @@ class Controller:
                     self._seed, self._drawn = message, False
                 elif isinstance(message, Allow):
                     self._allow = message
+                elif isinstance(message, StartTrace):
+                    self._tracing = message
                 elif isinstance(message, Forget):
                     self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
@@ -293,6 +307,10 @@ class Controller:
                 return self._broadcast(encode(message), self.workers)
             case Asked(ticket, memory, reset_peak):
                 return self._ask(AskStatistics(self.session, ticket, memory, reset_peak))
+            case AskedTrace(ticket, stop):
+                if stop:
+                    self._tracing = None
+                return self._ask(AskTrace(self.session, ticket, stop))
             case Joined(worker):
                 return self._joined(worker)
             case Received(worker, message):
@@ -390,6 +408,8 @@ class Controller:
         self._workers[number] = worker
         if self._allow is not None:
             worker.queue.append(encode(self._allow))
+        if self._tracing is not None:
+            worker.queue.append(encode(self._tracing))
         if self._meshes:
             known = Define(
                 self.session, tuple(self._meshes), tuple(self._definitions.values()), tuple(self._programs.values())
@@ -416,7 +436,7 @@ class Controller:
                 worker.queue.append(frame)
         return out
 
-    def _ask(self, question: AskStatistics) -> list[Instruction]:
+    def _ask(self, question: AskStatistics | AskTrace) -> list[Instruction]:
         workers = self.workers
         if not workers:
             return [Counted(question.ticket, ())]
@@ -455,7 +475,8 @@ class Controller:
                 return out
             case Failure():
                 return self._failure(worker, message)
-            case Statistics(_, ticket, _, _, _):
+            case Statistics() | Trace():
+                ticket = message.ticket
                 if ticket not in self._asked:
                     raise ProtocolError(f"worker {worker} answers question {ticket}, which nobody asked")
                 waiting, got = self._asked[ticket]

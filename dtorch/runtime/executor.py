@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtorch.runtime import kernels
-from dtorch.runtime.comm import Comm, Members, Place
-from dtorch.runtime.cuts import as_seen, cutting
-from dtorch.runtime.kernels import Site
-from dtorch.runtime.kernels.random import draw
+from dtorch.runtime.binding import Binder, Bound
+from dtorch.runtime.comm import Place
 from dtorch.runtime.layout import coords, local_shape
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
@@ -41,6 +38,7 @@ from dtorch.runtime.plan import (
     steps_of,
 )
 from dtorch.runtime.template import dtype_of
+from dtorch.runtime.tracing import BATCH, COMMUNICATION, COMPUTE, COPY, FREE, PLAN, Tracer, sent_bytes
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
 
@@ -60,23 +58,6 @@ class Poison:
 
     def __init__(self, error: int) -> None:
         self.error = error
-
-
-@dataclass
-class Bound:
-    """A definition made ready for the hosted places.
-
-    Attributes:
-        functions: hosted place index -> what runs there; places outside the definition's meshes are absent.
-        comm: present when the kernel communicates.
-        draws: the drawing part of a random op.
-    """
-
-    functions: dict[int, Callable[..., Any]]
-    kernel: kernels.Kernel
-    comm: Comm | None = None
-    members: Members | None = None
-    draws: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
 
 @dataclass
@@ -110,123 +91,46 @@ class Executor:
     ) -> None:
         self.session = session
         self.worker = worker
-        self._resolve = resolve
-        self._local_device = device_of
-        self._locals: dict[Place, int] = {}  # a device's number on this worker, where it is not the session's
-        self._make_group = make_group
         self._report = report
-        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
-        self.meshes: dict[int, MeshInfo] = {}
-        self.definitions: dict[int, Definition] = {}
-        self._bound: dict[int, Bound | None] = {}
+        self.binder = Binder(worker, resolve, device_of, make_group)
+        self.meshes, self.places = self.binder.meshes, self.binder.places
+        self._place_index = self.binder.place_index
+        self.device_of = self.binder.device_of
         self._programs: dict[int, Program] = {}
         self._compiled: dict[int, CompiledProgram] = {}
         self._outer: int | None = None  # while a program replays: the batch index of the call that replays it
-        self.places: list[Place] = []
         self.stores: list[list[Any]] = []
         self._root = self.stores  # the stores themselves, also while a program has put registers in their place
-        self._place_index: dict[Place, int] = {}
         self._plans: dict[bytes, Plan] = {}
         self._planned_calls = 0
         self._bodies_seen: dict[int, None] = {}
-        self._planned_calls = 0
         self._num_errors = 0
         self._seq = 0
         self._uploads: list[torch.Tensor] = []
         self.memory = MemoryMeter(self)
+        self.tracer: Tracer | None = None  # while a profile runs
         self.counters = {"calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0}
-
-    def device_of(self, place: Place) -> torch.device:
-        """The torch device that stands for a hosted place."""
-        return self._local_device((place[0], self._locals.get(place, place[1])))
 
     # ---- definitions
 
     def add_mesh(self, mesh: MeshInfo) -> None:
-        self.meshes[mesh.mesh] = mesh
-        numbers = mesh.locals or mesh.devices
-        for device, host, number in zip(mesh.devices, mesh.workers, numbers, strict=True):
-            place = (mesh.kind, device)
-            if number != device:
-                self._locals[place] = number
-            if host == self.worker and place not in self._place_index:
-                self._place_index[place] = len(self.places)
-                self.places.append(place)
-                self.stores.append([])
+        while len(self.stores) < self.binder.add_mesh(mesh):
+            self.stores.append([])
 
     def add_definition(self, definition: Definition) -> None:
-        self.definitions[definition.sig] = definition
+        self.binder.definitions[definition.sig] = definition
 
     def add_program(self, program: Program) -> None:
         self._programs[program.sig] = program
 
     def forget(self, below: int) -> None:
         """Drop signatures below a number, and all plans."""
-        for table in (self.definitions, self._bound, self._programs, self._compiled):
+        self.binder.forget(below)
+        for table in (self._programs, self._compiled):
             for sig in [s for s in table if s < below]:
                 del table[sig]
         self._plans.clear()
         self._planned_calls = 0
-        self._planned_calls = 0
-
-    def _bind(self, definition: Definition) -> Bound | None:
-        """What this worker runs for a definition; None when it has no part in it."""
-        sig = definition.sig
-        if sig in self._bound:
-            return self._bound[sig]
-        bound = self._bound[sig] = self._make_bound(definition)
-        return bound
-
-    def _make_bound(self, definition: Definition) -> Bound | None:
-        kernel = kernels.find(definition.kernel)
-        fn: Callable[..., Any] = _no_function
-        if not definition.op.startswith("dtorch."):
-            try:
-                fn = self._resolve(definition.op)
-            except KeyError:
-                raise ProtocolError(f"no op {definition.op!r} in the table") from None
-            if any(layout.dtype.startswith("complex") for layout in (*definition.inputs, *definition.outputs)):
-                fn = kernels.with_all_keys(fn)
-        numbers = {layout.mesh for layout in (*definition.inputs, *definition.outputs)}
-        try:
-            infos = {number: self.meshes[number] for number in numbers}
-        except KeyError as missing:
-            raise ProtocolError(f"unknown mesh {missing}") from None
-        main = infos[(definition.outputs or definition.inputs)[0].mesh]
-        hosts: dict[Place, int] = {}
-        for info in infos.values():
-            hosts.update({(info.kind, d): w for d, w in zip(info.devices, info.workers, strict=True)})
-        mine = [place for place in hosts if hosts[place] == self.worker]
-        functions: dict[int, Callable[..., Any]] = {}
-        main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
-        seen = as_seen(definition)
-        for place in mine:
-            site = Site(seen, fn, infos, main, main_coords.get(place), place, self.device_of(place))
-            made = kernel.build(site)
-            functions[self._place_index[place]] = made if seen is definition else cutting(made, definition, site)
-        bound = Bound(functions, kernel)
-        if kernel.name == "random":
-            bound.draws = draw(definition, fn, self.device_of(mine[0]) if mine else self.device_of((main.kind, 0)))
-        elif not mine:
-            return None
-        if kernel.communicates:
-            workers = tuple(sorted(set(hosts.values())))
-            group = None
-            if len(workers) > 1:
-                many_hosts = any(info.locals for info in infos.values())
-                devices = {(host if many_hosts else 0, self.device_of(place)) for place, host in hosts.items()}
-                own_gpus = len(devices) == len(hosts) and {d.type for _, d in devices} == {"cuda"}
-                group = self._group(workers, "nccl" if own_gpus and len(infos) == 1 else "gloo")
-            bound.comm = Comm(mine, hosts, group, self.worker, self.device_of)
-            source = infos[(definition.inputs or definition.outputs)[0].mesh]
-            bound.members = Members(source)
-        return bound
-
-    def _group(self, workers: tuple[int, ...], kind: str) -> Group:
-        group = self._groups.get((workers, kind))
-        if group is None:
-            group = self._groups[workers, kind] = self._make_group(workers, kind)
-        return group
 
     # ---- plans
 
@@ -257,12 +161,7 @@ class Executor:
             if program is None:
                 raise ProtocolError(f"signature {sig} names no program")
             plan = self._compile(program.body)
-            places = {
-                self._place_index[place]
-                for number in program.meshes
-                for place in ((self.meshes[number].kind, d) for d in self.meshes[number].devices)
-                if place in self._place_index
-            }
+            places = {index for mesh in program.meshes for index in self.binder.hosted(mesh)}
             made = self._compiled[sig] = CompiledProgram(program, plan, tuple(sorted(places)))
         return made
 
@@ -285,10 +184,16 @@ class Executor:
         self.stores = registers
         if outer_call is None:
             self._outer = step.index
+        tracer = self.tracer
+        outer_sigs: tuple[int, ...] = ()
+        if tracer is not None:
+            outer_sigs, tracer.outer = tracer.sigs, step.index if outer_call is None else outer_call
         try:
             self._run_parts(plan)
         finally:
             self.stores, self._outer = outer_stores, outer_call
+            if tracer is not None:
+                tracer.sigs, tracer.outer = outer_sigs, -1 if outer_call is None else outer_call
         for index in compiled.places:
             store, root, made = outer_stores[index], self._root[index], registers[index]
             for register, slot in zip(program.outputs, step.outs, strict=True):
@@ -298,7 +203,7 @@ class Executor:
 
     def _compile(self, body: bytes) -> Plan:
         calls, frees = decode_body(body)
-        steps = steps_of(calls, self.definitions)
+        steps = steps_of(calls, self.binder.definitions)
         kills = last_uses(steps, frees)
         parts: list[Local | Joint | Replay] = []
         highest = -1
@@ -311,7 +216,7 @@ class Executor:
                 if position in kills:
                     parts.append(Local({i: [_killing(kills[position], step.index)] for i in program.places}))
                 continue
-            bound = self._bind(step.definition)
+            bound = self.binder.bind(step.definition)
             if bound is None:
                 continue
             if bound.kernel.communicates or bound.draws is not None or bound.kernel.name.startswith("upload"):
@@ -330,14 +235,11 @@ class Executor:
                     append(runs, KILL, (slot,), step.index)
         final = []
         for mesh, slots in frees:
-            info = self.meshes.get(mesh)
-            if info is None:
-                raise ProtocolError(f"unknown mesh {mesh}")
-            hosted = [self._place_index[(info.kind, d)] for d in info.devices if (info.kind, d) in self._place_index]
+            hosted = self.binder.hosted(mesh)
             if hosted:
-                final.append((tuple(hosted), slots))
+                final.append((hosted, slots))
                 highest = max([highest, *slots])
-        return Plan(parts, final, highest + 1, len(steps))
+        return Plan(parts, final, highest + 1, len(steps), tuple(step.definition.sig for step in steps))
 
     # ---- execution
 
@@ -345,7 +247,12 @@ class Executor:
         """Execute one batch. Failures of calls are reported and poison what depends on them; nothing is raised for them."""
         self._seq = seq
         self._uploads = uploads
+        tracer = self.tracer
+        began = 0 if tracer is None else tracer.mark(-1)
         plan = self.plan(body)
+        if tracer is not None:
+            tracer.seq = seq
+            tracer.add(PLAN, -1, -1, began, tracer.mark(-1))
         self._root = self.stores
         for store in self.stores:
             missing = plan.num_slots - len(store)
@@ -359,9 +266,13 @@ class Executor:
                     store[slot] = None
         self.counters["calls"] += plan.num_calls
         self.counters["batches"] += 1
+        if tracer is not None:
+            tracer.add(BATCH, -1, -1, began, tracer.mark(-1))
 
     def _run_parts(self, plan: Plan) -> None:
         memory = self.memory
+        if self.tracer is not None:
+            self.tracer.sigs = plan.sigs
         for part in plan.parts:
             if type(part) is Local:
                 for index, runs in part.runs.items():
@@ -376,12 +287,15 @@ class Executor:
     def _run_local(self, index: int, runs: list[Run]) -> None:
         s = self.stores[index]
         observe = self.memory.observe_step if self.memory.watching else None
+        tracer = self.tracer
         for run in runs:
             code = run.code
             rest = iter(code)
             form = run.form
             if observe is not None and form != KILL:
                 rest = observe(rest, index)
+            if tracer is not None:
+                rest = tracer.timed(rest, index, run.calls, FREE if form == KILL else COMPUTE)
             while True:
                 try:
                     if form == BINARY:
@@ -462,7 +376,10 @@ class Executor:
     def _run_upload(self, step: Step, bound: Bound) -> None:
         data = self._uploads[step.numbers[0]]
         for index, fn in bound.functions.items():
-            self.stores[index][step.outs[0]] = fn(data)
+            began = 0 if self.tracer is None else self.tracer.mark(index)
+            made = self.stores[index][step.outs[0]] = fn(data)
+            if self.tracer is not None:
+                self.tracer.add(COPY, index, step.index, began, self.tracer.mark(index), made.nbytes)
 
     def _run_random(self, step: Step, bound: Bound) -> None:
         assert bound.draws is not None
@@ -475,10 +392,16 @@ class Executor:
             for index in bound.functions:
                 self._put_all(index, step, poison)
             return
+        first = next(iter(bound.functions), -1)
+        began = 0 if self.tracer is None else self.tracer.mark(first)
         drawn = bound.draws(inputs, step.numbers)
         for index, fn in bound.functions.items():
             s = self.stores[index]
+            if self.tracer is not None and index != first:
+                began = self.tracer.mark(index)
             result = fn(drawn, *[s[i] for i in step.ins])
+            if self.tracer is not None:
+                self.tracer.add(COMPUTE, index, step.index, began, self.tracer.mark(index))
             if step.definition.writes:
                 continue
             if len(step.outs) == 1:
@@ -497,6 +420,7 @@ class Executor:
         assert comm is not None
         assert members is not None
         definition = step.definition
+        tracer = self.tracer
         poison: Poison | None = None
         generators: dict[Place, Any] = {}
         index_of: dict[Place, int] = {}
@@ -529,16 +453,26 @@ class Executor:
         while generators:
             requests = {}
             for place in list(generators):
+                began = 0 if tracer is None else tracer.mark(index_of[place])
                 try:
                     requests[place] = generators[place].send(answers[place])
                 except StopIteration as stop:
                     results[place] = stop.value
                     del generators[place]
+                if tracer is not None:
+                    tracer.add(COMPUTE, index_of[place], step.index, began, tracer.mark(index_of[place]))
             if requests:
                 self.counters["exchanges"] += 1
                 for request in requests.values() if written else ():
                     request.detach_from(written)
+                marks = {} if tracer is None else {place: tracer.mark(index_of[place]) for place in requests}
                 answers = comm.perform(members, requests, poison is None)
+                if tracer is not None:
+                    for place, request in requests.items():
+                        num = members.num_along(getattr(request, "axes", ()))
+                        at = index_of[place]
+                        size = sent_bytes(request, num)
+                        tracer.add(COMMUNICATION, at, step.index, marks[place], tracer.mark(at), size)
         if poison is None and not comm.ok:
             poison = Poison(-1)
         for place, result in results.items():
@@ -568,12 +502,12 @@ class Executor:
         store = self.stores[self._place_index[place]]
         return store[slot] if slot < len(store) else None
 
+    def index_of(self, place: Place) -> int:
+        """Where a hosted place stands among ``places``."""
+        return self._place_index[place]
+
     def hosts(self, place: Place) -> bool:
         return place in self._place_index
-
-
-def _no_function(*_: Any, **__: Any) -> Any:
-    raise ProtocolError("this definition names no function of torch")
 
 
 def _killing(slots: list[int], call: int) -> Run:

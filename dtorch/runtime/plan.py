@@ -81,6 +81,7 @@ class Plan:
     frees: list[tuple[tuple[int, ...], list[int]]]  # hosted places, slots to forget at the end
     num_slots: int  # stores must be at least this long
     num_calls: int
+    sigs: tuple[int, ...] = ()  # signature of each call
 
 
 _decode = msgspec.msgpack.Decoder(tuple[list[list[Any]], list[tuple[int, list[int]]]]).decode

@@ -7,11 +7,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+watcher: Callable[[str, int], None] | None = None
+"""While a profile runs: told "wait" or "await" and when (ns) it began, at the end of each."""
 
 
 class Promise(Generic[T]):
@@ -104,10 +108,14 @@ class Promise(Generic[T]):
         gate.acquire()
         opened = _once(gate.release)
         self.add_callback(opened)
+        watching = watcher
+        began = 0 if watching is None else perf_counter_ns()
         try:
             return gate.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0))
         finally:
             self._drop(opened)
+            if watching is not None:
+                watching("wait", began)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Block until settled and return the failure, if any."""
@@ -141,10 +149,14 @@ class Promise(Generic[T]):
                     logger.debug("a value came for a loop that is closed")
 
             self.add_callback(wake)
+            watching = watcher
+            began = 0 if watching is None else perf_counter_ns()
             try:
                 yield from waiter.__await__()
             finally:
                 self._drop(wake)
+                if watching is not None:
+                    watching("await", began)
         return self.result()
 
 

@@ -14,12 +14,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import perf_counter_ns
 from types import CodeType
 from typing import Any, Protocol
 
 import msgspec
 
 from dtorch.runtime.slots import SlotPool
+from dtorch.runtime.tracing import Spans
 from dtorch.transport.errors import DTorchError, SessionClosedError
 from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program, SharedBlob, StreamBlob
 
@@ -144,6 +146,8 @@ class Recorder:
         self._sources: dict[int, list[Any]] = {}
         self._closed: DTorchError | None = None
         self._sync = sync
+        self.spans: Spans | None = None  # while a profile runs
+        self._began = (0, "")  # then: when (ns), and in which thread, the first slot of this batch was taken
         self.num_ops = 0
         self.num_batches = 0
         self.num_bytes = 0
@@ -166,12 +170,14 @@ class Recorder:
                     self._flush()
                     self._budget = min(self._budget * 2, LARGEST_BATCH)
                     full = True
+                if self.spans is not None and not self._granted:
+                    self._began = (perf_counter_ns(), threading.current_thread().name)
                 self._lent.extend(self._pool.lend(self._budget - self._granted))
                 self._granted = self._budget
                 self.arm()
             slot = self._pool.lend(1)[0] if self._sync is not None else self._lent.pop()
         if full:
-            self._outlet.wait_for_room()
+            self._wait_for_room()
         return slot
 
     def after_put(self) -> None:
@@ -183,8 +189,15 @@ class Recorder:
             with self._lock:
                 if len(self._buffer) >= 3 * LARGEST_BATCH:
                     self._flush()
-            self._outlet.wait_for_room()
+            self._wait_for_room()
         self.arm()
+
+    def _wait_for_room(self) -> None:
+        spans = self.spans
+        began = 0 if spans is None else perf_counter_ns()
+        self._outlet.wait_for_room()
+        if spans is not None:
+            spans.add("client", "wait for room", began)
 
     @property
     def is_sync(self) -> bool:
@@ -325,6 +338,8 @@ class Recorder:
         self._granted = 0
         if calls or frees or self._fetches or self._definitions:
             self._seq += 1
+            spans = self.spans
+            flushing = 0 if spans is None else perf_counter_ns()
             batch = Outgoing(
                 seq=self._seq,
                 body=_encode((calls, frees)),
@@ -345,7 +360,14 @@ class Recorder:
             self.num_ops += len(calls)
             self.num_batches += 1
             self.num_bytes += len(batch.body)
+            if spans is not None:
+                spans.keep(self._seq, chunk)
+                began, row = self._began
+                spans.add("client", "record", began or flushing, row=row, seq=self._seq, calls=len(calls))
+                self._began = (0, "")
             self._outlet.submit(batch)
+            if spans is not None:
+                spans.add("client", "send", flushing, seq=self._seq, bytes=len(batch.body))
         for _, slots in frees:
             spare.extend(slots)
         self._pool.restore(spare)

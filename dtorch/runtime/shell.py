@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 from typing_extensions import assert_never
@@ -32,6 +33,7 @@ from dtorch.runtime.controller import (
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
 from dtorch.runtime.spin import Spinner
+from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.link import Link, Server
@@ -106,6 +108,7 @@ class ControllerThread:
         self._all_gone: asyncio.Event | None = None
         self._lost = False
         self._over = False  # nothing will finish any more
+        self.spans: Spans | None = None  # while a profile runs
         self.loop: asyncio.AbstractEventLoop = _new_loop()
         self._spinner = Spinner(self.loop)
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
@@ -119,7 +122,11 @@ class ControllerThread:
 
     def submit(self, batch: Outgoing) -> None:
         self._num_submitted += 1
+        spans = self.spans
+        began = 0 if spans is None else perf_counter_ns()
         self.post(Submitted(batch))
+        if spans is not None:
+            spans.add("controller", "batch", began, row="in the client's thread", seq=batch.seq, bytes=len(batch.body))
         if batch.fetches:  # somebody waits: be awake when the value comes
             try:
                 self.loop.call_soon_threadsafe(self._spinner.touch)
@@ -350,10 +357,15 @@ class ControllerThread:
         receive, decode = link.receive, codec.decode_from_worker
         while (frame := await receive()) is not None:
             try:
+                spans = self.spans
+                began = 0 if spans is None else perf_counter_ns()
                 message = decode(frame)
                 with self._turn:
                     rest = self._send(self._controller.handle(Received(worker, message)))
                 self._perform(rest)
+                if spans is not None:
+                    name = type(message).__name__.lower()
+                    spans.add("controller", name, began, row="event loop", worker=worker, bytes=len(frame))
             except ProtocolError as error:
                 self._exited(worker, f"it sent what cannot be right: {error}")
                 break

@@ -14,12 +14,14 @@ from dtorch.runtime.comm import Place
 from dtorch.runtime.executor import Executor, Poison
 from dtorch.runtime.layout import box, coords, slices
 from dtorch.runtime.template import dtype_name
+from dtorch.runtime.tracing import COPY, Tracer
 from dtorch.transport.bulk import open_blob
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
     Allow,
     AskRandomState,
     AskStatistics,
+    AskTrace,
     Batch,
     Blob,
     Define,
@@ -31,6 +33,7 @@ from dtorch.transport.messages import (
     RandomState,
     Seed,
     SharedBlob,
+    StartTrace,
     Statistics,
     Stop,
     StreamBlob,
@@ -137,6 +140,15 @@ class Worker:
                 executor = self._session(session)
                 memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()
                 self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
+            case StartTrace(session, limit):
+                executor = self._session(session)
+                executor.tracer = Tracer(limit, lambda index: executor.device_of(executor.places[index]))
+            case AskTrace(session, ticket, stop):
+                executor = self._session(session)
+                tracer = (executor.tracer if stop else None) or Tracer(0, lambda _: torch.device("cpu"))
+                self._send(tracer.report(session, ticket, self.number, executor.places))
+                if stop:
+                    executor.tracer = None
             case Stop():
                 self.stopped = True
             case Welcome():
@@ -180,6 +192,8 @@ class Worker:
                 continue
             tensor = value.detach()
             data = None
+            tracer, at = executor.tracer, executor.index_of((mesh.kind, device))
+            began = 0 if tracer is None else tracer.mark(at)
             if stream is not None:
                 offset = fetch.offsets[fetch.devices.index(device)]
                 self._streaming().give(stream.stream, offset, _flat(tensor))
@@ -196,6 +210,8 @@ class Worker:
                 size = tensor.numel() * tensor.element_size()
                 if size:
                     into[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            if tracer is not None:
+                tracer.add(COPY, at, -1, began, tracer.mark(at), tensor.nbytes)
             pieces.append(Piece(device, tuple(tensor.shape), dtype_name(tensor.dtype), data))
         return pieces
 

@@ -156,6 +156,21 @@ class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
     reset_peak: bool
 
 
+class StartTrace(msgspec.Struct, frozen=True, tag="start_trace"):
+    """A profile begins: note what is executed from here on, at most ``limit`` events."""
+
+    session: int
+    limit: int
+
+
+class AskTrace(msgspec.Struct, frozen=True, tag="ask_trace"):
+    """Tell the time and, with ``stop``, what was noted; the profile is over then."""
+
+    session: int
+    ticket: int
+    stop: bool
+
+
 class AskRandomState(msgspec.Struct, frozen=True, tag="ask_random_state"):
     """A worker that starts late continues where this one's generators stand."""
 
@@ -241,5 +256,20 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
     counters: dict[str, int]
 
 
-ToWorker = Welcome | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState | RandomState | Stop
-FromWorker = Hello | Done | Failure | Statistics | RandomState
+class Trace(msgspec.Struct, frozen=True, tag="trace"):
+    """Answer to AskTrace."""
+
+    session: int
+    ticket: int
+    worker: int
+    clock_ns: int  # of this worker, as it answers
+    places: tuple[tuple[str, int], ...]  # (device kind, id) that ``events`` number
+    events: bytes  # rows of int64 in this host's byte order, see runtime/tracing.py
+    dropped: int  # events beyond the limit
+
+
+ToWorker = (
+    Welcome | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState | RandomState
+    | StartTrace | AskTrace | Stop
+)
+FromWorker = Hello | Done | Failure | Statistics | RandomState | Trace
