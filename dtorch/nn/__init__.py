@@ -18,6 +18,7 @@ from dtorch.nn.module import Parameter as Parameter
 from dtorch.nn.module import functional_call as functional_call
 from dtorch.nn.module import layer as _layer
 from dtorch.nn.module import skip_init as skip_init
+from dtorch.nn.moe import MixtureOfExperts as MixtureOfExperts
 from dtorch.nn.parallel import (
     ColumnParallelLinear as ColumnParallelLinear,
 )

@@ -164,6 +164,6 @@ def view(site: Site) -> Callable[..., Any]:
     return run
 
 
-_FILES = "conv data gathered index loss norm random redistribute reduce remap shape sort"
+_FILES = "conv data experts gathered index loss norm random redistribute reduce remap shape sort"
 for _file in _FILES.split():
     import_module(f"{__name__}.{_file}")  # it registers its kernels

@@ -7,9 +7,9 @@ from itertools import product
 
 import torch
 
-from dtorch.runtime.comm import Gather, Reduce
+from dtorch.runtime.comm import Gather, Place, Reduce
 from dtorch.runtime.kernels import Site, Steps
-from dtorch.runtime.layout import REPLICATE, Box, box, is_partial, is_shard, partial_op, slices
+from dtorch.runtime.layout import REPLICATE, Box, box, is_partial, is_shard, partial_op, rank_of, slices
 from dtorch.transport.messages import Layout
 
 
@@ -33,6 +33,19 @@ def rank_along(site: Site, axes: Sequence[int]) -> int:
     for axis in axes:
         rank = rank * site.mesh.shape[axis] + site.coord[axis]
     return rank
+
+
+def places_along(site: Site, axes: Sequence[int]) -> list[Place]:
+    """The devices of ``boxes_along``."""
+    mesh = site.mesh
+    assert site.coord is not None
+    found = []
+    for at in product(*(range(mesh.shape[axis]) for axis in axes)):
+        coord = list(site.coord)
+        for axis, i in zip(axes, at, strict=True):
+            coord[axis] = i
+        found.append((mesh.kind, mesh.devices[rank_of(coord, mesh.shape)]))
+    return found
 
 
 def shape_of(part: Box) -> tuple[int, ...]:
