@@ -109,6 +109,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     op = _PUBLIC.get(name)
     if op is not None:
+        globals()[name] = op
         return op
     if name in _SUBMODULES:
         return importlib.import_module(f"dtorch.{name}")

@@ -407,12 +407,14 @@ class Tensor(TensorFuture):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        record = RECORDS.get(func)
+        if record is not None:
+            return record(args, kwargs or _NONE, _getframe(1))
         op = TORCH.get(func)
         if op is None:
             return missing(func, args, kwargs or {})
-        record = getattr(op, "record", None)
-        if record is not None:
-            return record(args, kwargs or _NONE, _getframe(1))
+        if hasattr(op, "record"):
+            RECORDS[func] = op.record
         return op(*args, **kwargs) if kwargs else op(*args)
 
 
@@ -420,6 +422,8 @@ _NONE: dict[str, Any] = {}
 
 TORCH: dict[Any, Callable[..., Any]] = {}
 """torch function -> what records it; filled by the op table."""
+RECORDS: dict[Any, Callable[..., Any]] = {}
+"""torch function -> ``record`` of its op; filled as functions are met."""
 
 
 def missing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

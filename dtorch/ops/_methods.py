@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from sys import _getframe
+from types import FunctionType
 from typing import Any
 
 from dtorch.ops._op import Op
@@ -15,6 +16,8 @@ _new = object.__new__
 
 def method(record: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A plain function, so that it binds as a method."""
+    if isinstance(record, FunctionType):
+        return record
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return record(self, *args, **kwargs)
@@ -98,8 +101,7 @@ _IN_PLACE = {
 def _attach() -> None:
     for name, record in METHODS.items():
         if name not in Tensor.__dict__ and name not in ("size", "dim"):
-            made = op_method(record, name) if isinstance(record, Op) else method(record, name)
-            setattr(Tensor, name, made)
+            setattr(Tensor, name, op_method(record, name) if isinstance(record, Op) else method(record, name))
     for name, target in _BINARY.items():
         op = OPS.get(f"torch.{target}")
         if op is not None:

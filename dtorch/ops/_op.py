@@ -1,8 +1,8 @@
 """An op: one row of the op table, and the way a call of it is recorded.
 
-``Op.__call__`` is the path that every entrance shares. It turns the arguments into a key and finds a ``Signature`` under it;
-then a call costs one slot and one tuple. The first call under a key goes through ``_Inference``: shapes on torch's meta
-device, placements by the row's rule, a ``Definition`` for the workers.
+``Op.record`` is the path that every entrance shares. It turns the arguments into a key and finds a ``Signature`` under it
+(``_ways.py``); then a call costs one slot and one tuple. The first call under a key goes through ``_define``: shapes on
+torch's meta device, placements by the row's rule, a ``Definition`` for the workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dtorch import policy
-from dtorch.frames import INSIDE, source
+from dtorch.frames import source
 from dtorch.future import TensorFuture
 from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder
 from dtorch.ops._choose import Fit, Verify, fit, repair
@@ -72,12 +72,12 @@ class Op:
         self.verify = verify
         self.writes = writes
         self.numbers = numbers
-        self._all_numbers = numbers is True
-        self._some_numbers: frozenset[int | str] = frozenset() if isinstance(numbers, bool) else numbers
         self.random = random
         self.is_view = is_view
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
+        self._ways = Ways(self)
+        self.record = self._ways.record
         self.repairs: dict[Any, Any] = {}  # under the policy: what ``_repaired`` takes; calls with out= that were tried
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
@@ -90,95 +90,92 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
+    def is_number(self, where: int | str) -> bool:
+        """Whether the argument at this place or of this name is a dynamic number where it is an int or a float."""
+        return self.numbers is True or (self.numbers is not False and where in self.numbers)
+
+    def new_cache(self) -> dict[Any, Signature]:
+        """A cache for the keys of a function that stands before this op; emptied with the op's own."""
+        return self._ways.new_cache()
+
+    def forget(self) -> None:
+        """Empty all caches."""
+        self.cache.clear()
+        self.repairs.clear()
+        self._ways.clear()
+
     # ---- recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.record(args, kwargs, _getframe(1))
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None) -> Any:
-        """Record one call; the result is known by shape, its value comes later.
-
-        Args:
-            frame: of the caller, from which the user's line is found.
-        """
+    def slowly(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        cache: dict[Any, Signature],
+        quick_key: Any,
+    ) -> Any:
+        """Record a call of any arguments; its signature goes into ``cache``, unless ``quick_key`` is None."""
         key: list[Any] = []
         ins: list[int] = []
         nums: list[Any] = []
-        numbers, all_numbers = self._some_numbers, self._all_numbers
         for position, a in enumerate(args):
             t = type(a)
-            if t is Tensor:
-                key.append(a._spec)
-                ins.append(a._slot)
-            elif t is int or t is float:
+            if t in (int, float):
                 key.append(t)
-                if all_numbers or position in numbers:
+                if self.is_number(position):
                     nums.append(a)
                 else:
                     key.append(a)
-            elif t in _ATOMS:
-                key.append(a)
             elif not _key(a, key, ins):
-                return self._convert(args, kwargs)
-        if kwargs:
-            if "out" in kwargs:
-                return write_out(self, args, kwargs)
-            for name, a in kwargs.items():
-                key.append(_NAMED)
-                key.append(name)
-                t = type(a)
-                if t is Tensor:
-                    key.append(a._spec)
-                    ins.append(a._slot)
-                elif t is int or t is float:
-                    key.append(t)
-                    if all_numbers or name in numbers:
-                        nums.append(a)
-                    else:
-                        key.append(a)
-                elif t in _ATOMS or t is bool:
+                return self._convert(args, kwargs, frame)
+        if "out" in kwargs:
+            return write_out(self, args, kwargs)
+        for name, a in kwargs.items():
+            key.append(_NAMED)
+            key.append(name)
+            t = type(a)
+            if t in (int, float):
+                key.append(t)
+                if self.is_number(name):
+                    nums.append(a)
+                else:
                     key.append(a)
-                elif not _key(a, key, ins):
-                    return self._convert(args, kwargs)
+            elif not _key(a, key, ins):
+                return self._convert(args, kwargs, frame)
         sig = self.cache.get(tuple(key))
         if sig is None:
             done, sig = self._define(args, kwargs, tuple(key))
             if done is not None:
                 return done[0]
-        if frame is None:
-            frame = _getframe(1)
-        code = frame.f_code
-        at = (code, frame.f_lasti) if INSIDE.get(code.co_filename) is False else source(frame)
-        if sig.shape != ONE or nums or sig.recorder.is_sync:
-            made = self.emit(sig, ins, nums, at, args)
-            if sig.links is not None:
-                tensors = _tensors_of((args, kwargs))
-                return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
-            return made
-        try:
-            slot = sig.take()
-        except IndexError:
-            slot = sig.recorder.grant()
-        sig.put(((sig.id, slot, *ins), *at))
-        out = _new(Tensor)
-        out._spec = sig.spec
-        out._slot = slot
-        return out
+        sig.has_ints = any(type(number) is int for number in nums)
+        made = self.emit(sig, (*ins, *nums), source(frame), args)
+        if sig.links is not None:
+            tensors = _tensors_of((args, kwargs))
+            return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
+        if quick_key is not None and not sig.recorder.is_sync:
+            cache[quick_key] = sig
+        return made
 
-    def emit(
-        self, sig: Signature, ins: list[int], nums: list[Any], at: tuple[CodeType | None, int], args: tuple[Any, ...]
-    ) -> Any:
-        """Put a call of ``sig`` and make its results."""
-        for number in nums:
-            if type(number) is int and not -(2**63) <= number < 2**64:
-                raise OverflowError(f"{self.name}: the number {number} does not fit into 64 bits")
+    def emit(self, sig: Signature, ins: Sequence[Any], at: tuple[CodeType | None, int], args: tuple[Any, ...]) -> Any:
+        """Put a call of ``sig`` and make its results.
+
+        Args:
+            ins: slots of the inputs, then the numbers.
+        """
+        if sig.has_ints:
+            for number in ins:
+                if type(number) is int and not -(2**63) <= number < 2**64:
+                    raise OverflowError(f"{self.name}: the number {number} does not fit into 64 bits")
         recorder = sig.recorder
         if sig.shape == ONE:
             try:
                 slot = sig.take()
             except IndexError:
                 slot = recorder.grant()
-            sig.put(((sig.id, slot, *ins, *nums), *at))
+            sig.put(((sig.id, slot, *ins), *at))
             out = _new(Tensor)
             out._spec = sig.spec
             out._slot = slot
@@ -186,7 +183,7 @@ class Op:
                 recorder.after_put()
             return out
         if sig.shape == IN_PLACE:
-            sig.put(((sig.id, *ins, *nums), *at))
+            sig.put(((sig.id, *ins), *at))
             target: Any = _tensors_of(args)[self.writes or 0]
             target._spec.session.num_mutations += 1
             if sig.spec is not None:
@@ -204,14 +201,14 @@ class Op:
             except IndexError:
                 out._slot = recorder.grant()
             outs.append(out)
-        sig.put(((sig.id, *[out._slot for out in outs], *ins, *nums), *at))
+        sig.put(((sig.id, *[out._slot for out in outs], *ins), *at))
         if recorder.is_sync:
             recorder.after_put()
         return sig.finish(outs)
 
     # ---- what the quick path does not know
 
-    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Arguments of foreign types: plain torch tensors become replicated, numpy scalars become numbers."""
         answered = mixed(self, args, kwargs)
         if answered is not None:
@@ -254,7 +251,7 @@ class Op:
         kwargs = {k: convert(v) for k, v in kwargs.items()}
         if not changed:
             raise TypeError(f"{self.name}: these arguments are not supported: {args!r} {kwargs!r}")
-        return self.record(args, kwargs)
+        return self.record(args, kwargs, frame)
 
     def _define(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
@@ -589,4 +586,5 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, refresh_all, wrote  # noqa: E402
 from dtorch.ops._out import write_out  # noqa: E402
+from dtorch.ops._ways import Ways  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

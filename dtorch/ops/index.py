@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dtorch.ops._affine import affine, map_view
 from dtorch.ops._call import Call, R, Sig, TensorArg
 from dtorch.ops._choose import Verify
 from dtorch.ops._op import Op
+from dtorch.ops._ways import put
 from dtorch.ops.table import OPS, row
 from dtorch.ops.view import front, record, select
 from dtorch.runtime.layout import box, coords
@@ -251,24 +253,25 @@ def _index(call: Call) -> list[Sig]:
 INDEX = OPS["aten.index"] = Op("aten.index", index_fn, _index)
 
 
-_record_basic = OPS["torch.Tensor.__getitem__"].record
+_basic_op = OPS["torch.Tensor.__getitem__"]
+_quick = _basic_op.new_cache()
 _NUMBER = frozenset({int, type(None)})
 
 
-def _is_plain(part: slice) -> bool:
-    return type(part.start) in _NUMBER and type(part.stop) in _NUMBER and type(part.step) in _NUMBER
-
-
-def _is_quick(index: tuple[Any, ...]) -> bool:
-    """Only slices, None and Ellipsis, which need not be looked at before torch does."""
+def _quick_key(spec: Any, index: tuple[Any, ...]) -> Any:
+    """A key for an index of slices, None and Ellipsis only, which need not be looked at before torch does; else None."""
+    parts = [spec]
     for v in index:
-        kind = type(v)
-        if kind is slice:
-            if not _is_plain(v):
-                return False
-        elif v is not None and v is not Ellipsis:
-            return False
-    return True
+        if type(v) is slice:
+            start, stop, step = v.start, v.stop, v.step
+            if type(start) not in _NUMBER or type(stop) not in _NUMBER or type(step) not in _NUMBER:
+                return None
+            parts += (start, stop, step)
+        elif v is None or v is Ellipsis:
+            parts.append("None" if v is None else "...")
+        else:
+            return None
+    return tuple(parts)
 
 
 @front("__getitem__")
@@ -281,8 +284,13 @@ def getitem(input: Tensor, index: Any) -> Tensor:
     kind = type(index)
     if kind is int and input.ndim:
         return select(input, 0, index)
-    if (kind is slice and _is_plain(index)) or (kind is tuple and index and _is_quick(index)):
-        return _record_basic((input, index), {})  # type: ignore[no-any-return]
+    if kind is slice or (kind is tuple and index) or index is None or index is Ellipsis:
+        key = _quick_key(input._spec, index if kind is tuple else (index,))
+        if key is not None:
+            sig = _quick.get(key)
+            if sig is not None:
+                return put(_basic_op, sig, (input._slot,), (input, index), _getframe(1))  # type: ignore[no-any-return]
+            return _basic_op.slowly((input, index), {}, _getframe(1), _quick, key)  # type: ignore[no-any-return]
     parsed = parse(input, index)
     x: Any = input
     if not parsed.trivial or not (parsed.tensors or parsed.masks):

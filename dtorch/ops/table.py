@@ -162,8 +162,7 @@ def clear_caches() -> None:
     from dtorch.ops import redistribute
 
     for op in OPS.values():
-        op.cache.clear()
-        op.repairs.clear()
+        op.forget()
     redistribute.clear_cache()
     creation.clear_cache()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from dtorch.ops._affine import affine, partial_through, region
 from dtorch.ops._call import Call, R, Sig, sharded
 from dtorch.ops._rules import P_AVG, P, regroup, same_cuts
+from dtorch.ops._ways import put
 from dtorch.ops.table import FUNCTIONAL, METHODS, OPS, PUBLIC, row
 from dtorch.runtime.layout import is_shard, shard_block, shard_code, shard_dim
 from dtorch.tensor import TORCH, Tensor
@@ -130,19 +132,26 @@ row("select", _select, numbers=frozenset({2, "index"}), is_view=True, in_place=F
 
 def select(input: Tensor, dim: int, index: Any) -> Tensor:
     """``torch.select``: the index does not become part of the signature, and is checked here."""
-    ndim = input.ndim
+    spec = input._spec
+    shape = spec.shape
+    ndim = len(shape)
     index = int(index)
     if not -ndim <= dim < ndim:
         if ndim == 0:
             raise IndexError("select() cannot be applied to a 0-dim tensor.")
         raise IndexError(f"Dimension out of range (expected to be in range of [-{ndim}, {ndim - 1}], but got {dim})")
-    size = input.shape[dim]
-    if not -size <= index < size:
+    if not -shape[dim] <= index < shape[dim]:
         raise IndexError(
-            f"select(): index {index} out of range for tensor of size {list(input.shape)} at dimension {dim}"
+            f"select(): index {index} out of range for tensor of size {list(shape)} at dimension {dim}"
         )
-    made: Tensor = record("torch.select", input, dim, index)
-    return made
+    sig = _selects.get((spec, dim))
+    if sig is not None:
+        return put(_select_op, sig, (input._slot, index), (input, dim, index), _getframe(1))  # type: ignore[no-any-return]
+    return _select_op.slowly((input, dim, index), {}, _getframe(1), _selects, (spec, dim))  # type: ignore[no-any-return]
+
+
+_select_op = OPS["torch.select"]
+_selects = _select_op.new_cache()
 
 
 # ---- fronts: functions that stand before an op

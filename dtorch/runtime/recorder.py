@@ -37,7 +37,7 @@ MAX_IN_FLIGHT = 64
 class Signature:
     """What a recorded call needs to know about its (op, static arguments, input specs)."""
 
-    __slots__ = ("finish", "id", "links", "put", "recorder", "shape", "spec", "specs", "take")
+    __slots__ = ("finish", "has_ints", "id", "links", "put", "recorder", "shape", "spec", "specs", "take")
 
     id: int
     recorder: Recorder
@@ -47,10 +47,12 @@ class Signature:
     spec: Any  # ONE: spec of the result; IN_PLACE: new spec of what was written, None when unchanged
     specs: tuple[Any, ...]  # of all outputs
     finish: Any  # MANY: makes the user's tuple of the outputs
+    has_ints: bool  # whether calls carry numbers that may be too large for a message
     links: tuple[int | None, ...] | None  # inputs that the outputs stand for views of, see ops/_alias.py; mostly None
 
     def __init__(self) -> None:
         self.links = None
+        self.has_ints = False
 
 
 ONE, MANY, IN_PLACE = 0, 1, 2
