@@ -42,6 +42,9 @@ from dtorch.profile import profile
 from dtorch.session import init, shutdown
 from dtorch.streams import as_completed
 from dtorch.visual import visualize_sharding
+from dtorch.weights import load_safetensors
+from dtorch.loading import load_into
+from dtorch.pretrained import empty_init, from_pretrained
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -90,9 +93,13 @@ __all__ = [
     "check_finite",
     "compile",
     "distribute",
+    "empty_init",
+    "from_pretrained",
     "init",
     "init_device_mesh",
     "inspect",
+    "load_into",
+    "load_safetensors",
     "manual_seed",
     "memory_stats",
     "profile",

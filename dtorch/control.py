@@ -90,7 +90,8 @@ class Statistics:
         slots: slots that hold tensors.
         batches_in_flight: sent, not yet executed by all workers.
         bytes_by_plane: "control": bytes of batches recorded; "sent": bytes of frames sent to workers.
-        workers: number -> counters: calls, batches, plan_hits, plan_misses, failures, exchanges.
+        workers: number -> counters: calls, batches, plan_hits, plan_misses, failures, exchanges,
+            bytes_read and bytes_written (of pieces of tensors, from and into files).
     """
 
     ops: int

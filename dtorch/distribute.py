@@ -7,11 +7,13 @@ what, and the ops then move their inputs to where they can run.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -35,6 +37,9 @@ def distribute(
     module: M,
     device_mesh: DeviceMesh,
     plan: dict[str, str] | dict[re.Pattern[str], str] | str | None = "auto",
+    *,
+    weights: str | os.PathLike[str] | Source | None = None,
+    progress: bool = True,
 ) -> M:
     """Put the parameters and buffers of a torch module on a mesh; it then runs there, called as before.
 
@@ -52,11 +57,15 @@ def distribute(
             "replicate"; "colwise:axis" names another mesh axis, and "colwise/64" cuts at multiples of 64 only, such as
             the size of an attention head. Where several patterns match, the last one counts. "auto" makes a plan from
             the module. None replicates everything.
+        weights: a checkpoint, as for ``dtorch.load_safetensors``, whose values are taken in place of the module's own. Then
+            parameters may be on the meta device, and workers read their own slices.
+        progress: show a bar, in a terminal or notebook, if weights take a while.
 
     Returns:
         The same module.
 
     Raises:
+        RuntimeError: names or shapes of ``weights`` differ from the module's, in the words of ``load_state_dict``.
         ValueError: a pattern that matches nothing, an unknown style, or a module that is on a mesh already.
         MeshError: a style names an axis that the mesh lacks.
     """
@@ -64,21 +73,22 @@ def distribute(
         raise TypeError(f"distribute: expected a torch.nn.Module, got {type(module).__name__}")
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"distribute: expected a DeviceMesh, got {type(device_mesh).__name__}")
-    _check_new(module)
+    _check_new(module, has_values=weights is None)
     styles = _styles(module, device_mesh, plan)
     session = current_session()
     placed: dict[int, TorchTensor] = {}  # tied parameters stay tied
     wanted = _wanted(module, device_mesh, styles)
-    for name, owner in module.named_modules():
-        for members in (owner._parameters, owner._buffers):
-            for key, value in members.items():
-                if value is not None:
-                    where = wanted.get(f"{name}.{key}" if name else key)
-                    members[key] = _place(session, value, device_mesh, where, placed)
-        _refresh(owner)
-        style = styles.get(name)
-        if style is not None and style.is_gathered:
-            owner.register_forward_hook(_Gather(device_mesh.axis(style.axis)))
+    with _source(weights, module, progress) as source:
+        for name, owner in module.named_modules():
+            for members in (owner._parameters, owner._buffers):
+                for key, value in members.items():
+                    if value is not None:
+                        full = f"{name}.{key}" if name else key
+                        members[key] = _place(session, source, full, value, device_mesh, wanted.get(full), placed)
+            _refresh(owner)
+            style = styles.get(name)
+            if style is not None and style.is_gathered:
+                owner.register_forward_hook(_Gather(device_mesh.axis(style.axis)))
     module.__dict__[_MARK] = device_mesh
     enter = _Enter(device_mesh)
     module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -86,7 +96,25 @@ def distribute(
     return module
 
 
-def _check_new(module: torch.nn.Module) -> None:
+class Source(Protocol):
+    """Where values come from, other than from the module itself."""
+
+    def place(self, name: str, value: torch.Tensor, mesh: DeviceMesh, where: Sequence[Placement] | None) -> Tensor: ...
+    def __enter__(self) -> Source: ...
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> None: ...
+
+
+def _source(weights: str | os.PathLike[str] | Source | None, module: torch.nn.Module, progress: bool) -> Any:
+    if weights is None:
+        return nullcontext()
+    if isinstance(weights, (str, os.PathLike)):
+        from dtorch.loading import Weights
+
+        return Weights(weights, module, progress)
+    return weights
+
+
+def _check_new(module: torch.nn.Module, has_values: bool) -> None:
     for name, part in module.named_modules():
         mesh = part.__dict__.get(_MARK)
         if mesh is not None:
@@ -95,8 +123,10 @@ def _check_new(module: torch.nn.Module) -> None:
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(value, (Tensor, TorchTensor)):
             raise ValueError(f"distribute: {name!r} is on a mesh already, {value.device_mesh}")
-        if value.is_meta:
-            raise ValueError(f"distribute: {name!r} is on the meta device, so it has no values: load the weights first")
+        if value.is_meta and has_values:
+            raise ValueError(
+                f"distribute: {name!r} is on the meta device, so it has no values: give weights=, or load them first"
+            )
 
 
 # ---- which style, which placement
@@ -196,6 +226,8 @@ def _wanted(
 
 def _place(
     session: Session,
+    source: Source | None,
+    name: str,
     value: torch.Tensor,
     mesh: DeviceMesh,
     where: tuple[Placement, ...] | None,
@@ -203,7 +235,10 @@ def _place(
 ) -> TorchTensor:
     made = placed.get(id(value))
     if made is None:
-        native = session.upload(value.detach(), mesh, where)
+        if source is None:
+            native = session.upload(value.detach(), mesh, where)
+        else:
+            native = source.place(name, value.detach(), mesh, where)
         if isinstance(value, torch.nn.Parameter):
             native._spec = session.respec(native._spec, requires_grad=value.requires_grad, is_param=True)
         made = placed[id(value)] = faced(native)

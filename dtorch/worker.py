@@ -9,12 +9,14 @@ import sys
 import threading
 import traceback
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtorch import creation
 from dtorch.ops import custom, table
+from dtorch.runtime.executor import Executor
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
@@ -36,7 +38,8 @@ def main(args: dict[str, Any]) -> None:
     """Serve until told to stop or the controller is gone.
 
     Args:
-        args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch).
+        args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch); perhaps
+            folders (where sessions may read and write files).
     """
     # In a thread of its own: the main thread may have been forked from a user's, with its modes of torch in force.
     outcome: list[BaseException] = []
@@ -83,7 +86,8 @@ async def _serve(args: dict[str, Any]) -> None:
         store = SessionStore(address, token, name)
         return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
 
-    worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow)
+    executor = partial(Executor, folders=args.get("folders"))
+    worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow, executor=executor)
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
     spinner = Spinner(asyncio.get_running_loop())
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.

@@ -11,6 +11,7 @@ import torch
 from dtorch.runtime import kernels
 from dtorch.runtime.comm import Comm, Members, Place
 from dtorch.runtime.cuts import as_seen, cutting
+from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels import Site
 from dtorch.runtime.kernels.random import draw
 from dtorch.runtime.layout import coords
@@ -50,6 +51,7 @@ class Binder:
     Attributes:
         places: the places that this worker hosts.
         place_index: their positions in ``places``.
+        files: which files the session may touch here.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Binder:
         self._locals: dict[Place, int] = {}  # a device's number on this worker, where it is not the session's
         self._make_group = make_group
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self.files = FileAccess()
         self.meshes: dict[int, MeshInfo] = {}
         self.definitions: dict[int, Definition] = {}
         self._bound: dict[int, Bound | None] = {}
@@ -134,7 +137,7 @@ class Binder:
         main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
         seen = as_seen(definition)
         for place in mine:
-            site = Site(seen, fn, infos, main, main_coords.get(place), place, self.device_of(place))
+            site = Site(seen, fn, infos, main, main_coords.get(place), place, self.device_of(place), self.files)
             made = kernel.build(site)
             functions[self.place_index[place]] = made if seen is definition else cutting(made, definition, site)
         bound = Bound(functions, kernel)

@@ -7,7 +7,7 @@ failed), or None.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 
 from dtorch.runtime.binding import Binder, Bound
 from dtorch.runtime.comm import Place
+from dtorch.runtime.files import FileAccess
 from dtorch.runtime.layout import coords, local_shape
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
@@ -51,6 +52,10 @@ MAX_BODIES_SEEN = 4096
 """Hashes of bodies that were met once. Only a body that comes again is worth a kept plan."""
 
 
+_FED = ("upload", "upload_shards", "read")
+"""Kernels that make a tensor out of bytes that all hosted places share."""
+
+
 class Poison:
     """Stands where a tensor should be. ``error`` is the failure's number on this worker; -1: it happened elsewhere."""
 
@@ -78,6 +83,7 @@ class Executor:
         device_of: the torch device that stands for a place.
         make_group: process group of a set of workers.
         report: called with every failure.
+        folders: where the session may read and write files; None: anywhere.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Executor:
         device_of: Callable[[Place], torch.device],
         make_group: Callable[[tuple[int, ...], str], Group],
         report: Callable[[Failure], None],
+        folders: Sequence[str] | None = None,
     ) -> None:
         self.session = session
         self.worker = worker
@@ -110,6 +117,7 @@ class Executor:
         self.memory = MemoryMeter(self)
         self.tracer: Tracer | None = None  # while a profile runs
         self.counters = {"calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0}
+        self.binder.files = FileAccess.within(folders, self.counters)
 
     # ---- definitions
 
@@ -219,7 +227,7 @@ class Executor:
             bound = self.binder.bind(step.definition)
             if bound is None:
                 continue
-            if bound.kernel.communicates or bound.draws is not None or bound.kernel.name.startswith("upload"):
+            if bound.kernel.communicates or bound.draws is not None or bound.kernel.name in _FED:
                 parts.append(Joint(step, bound))
                 if position in kills:
                     parts.append(Local({i: [_killing(kills[position], step.index)] for i in bound.functions}))
@@ -374,10 +382,14 @@ class Executor:
             s[slot] = value
 
     def _run_upload(self, step: Step, bound: Bound) -> None:
-        data = self._uploads[step.numbers[0]]
+        numbers = step.numbers
+        if bound.kernel.name == "read":  # with what devices have read: those with the same piece read it once
+            data: Any = {}
+        else:
+            data, numbers = self._uploads[numbers[0]], ()
         for index, fn in bound.functions.items():
             began = 0 if self.tracer is None else self.tracer.mark(index)
-            made = self.stores[index][step.outs[0]] = fn(data)
+            made = self.stores[index][step.outs[0]] = fn(data, *numbers)
             if self.tracer is not None:
                 self.tracer.add(COPY, index, step.index, began, self.tracer.mark(index), made.nbytes)
 

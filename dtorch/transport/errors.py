@@ -172,6 +172,7 @@ _BASES: dict[str, type[BaseException]] = {
     t.__name__: t
     for t in (
         IndexError, ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError, NotImplementedError, KeyError,
+        OSError, FileNotFoundError, PermissionError,
         torch.OutOfMemoryError, torch.linalg.LinAlgError,  # type: ignore[attr-defined]  # its stubs do not list it
     )
 }  # fmt: skip

@@ -10,13 +10,14 @@ Files here register with ``@kernel``; the executor finds them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 
 from dtorch.runtime.comm import Place, Request
+from dtorch.runtime.files import FileAccess
 from dtorch.runtime.layout import Box, box
 from dtorch.runtime.moves import Placed
 from dtorch.runtime.template import Filler, bind, dtype_of
@@ -36,6 +37,7 @@ class Site:
         coord: coordinate in ``mesh``; None when the place is in the source mesh only.
         place: (device kind, id) as the user wrote it.
         device: the torch device that stands for it.
+        files: which files the session may touch here.
     """
 
     definition: Definition
@@ -45,6 +47,7 @@ class Site:
     coord: tuple[int, ...] | None
     place: Place
     device: torch.device
+    files: FileAccess = field(default_factory=FileAccess)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -164,6 +167,6 @@ def view(site: Site) -> Callable[..., Any]:
     return run
 
 
-_FILES = "conv data experts gathered index loss norm random redistribute reduce remap shape sort"
+_FILES = "conv data experts file gathered index loss norm random redistribute reduce remap shape sort"
 for _file in _FILES.split():
     import_module(f"{__name__}.{_file}")  # it registers its kernels
