@@ -77,7 +77,7 @@ class Op:
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
         self._ways = Ways(self)
-        self.record = self._ways.record
+        self.record, self.record_repairing = self._ways.record, self._ways.record_repairing
         self.repairs: dict[Any, Any] = {}  # under the policy: what ``_repaired`` takes; calls with out= that were tried
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name

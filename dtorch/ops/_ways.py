@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtorch.frames import INSIDE, source
+from dtorch.policy import auto_redistribute
 from dtorch.runtime.recorder import ONE, Signature
 from dtorch.tensor import Tensor
 
@@ -40,13 +41,15 @@ class Ways:
     Attributes:
         record: ``record(args, kwargs, frame)`` records one call of the op; the result is known by shape, its value comes
             later. ``frame`` is the caller's, from which the user's line is found.
+        record_repairing: the same as inside ``auto_redistribute()``.
     """
 
     def __init__(self, op: Op) -> None:
         self._found: dict[Any, tuple[Way, dict[Any, Signature]]] = {}
         self._tensors: dict[Any, Signature] = {}  # of calls of up to three tensors, or of a tensor and one or two ints
         self._caches = [self._tensors]
-        self.record = self._make(op)
+        self.record = self._make(op, op.slowly)
+        self.record_repairing = self._make(op, auto_redistribute()(op.slowly))
 
     def clear(self) -> None:
         self._found.clear()
@@ -57,9 +60,9 @@ class Ways:
         self._caches.append({})
         return self._caches[-1]
 
-    def _make(self, op: Op) -> Callable[..., Any]:
+    def _make(self, op: Op, slowly: Callable[..., Any]) -> Callable[..., Any]:
         found, of_tensors = self._found, self._tensors
-        tensor, slowly, no_numbers = Tensor, op.slowly, op.numbers is False
+        tensor, no_numbers = Tensor, op.numbers is False
 
         def record(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None) -> Any:
             if frame is None:
