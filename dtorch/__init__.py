@@ -45,6 +45,7 @@ from dtorch.visual import visualize_sharding
 from dtorch.weights import load_safetensors
 from dtorch.loading import load_into
 from dtorch.pretrained import empty_init, from_pretrained
+from dtorch.saving import save_safetensors
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -104,6 +105,7 @@ __all__ = [
     "memory_stats",
     "profile",
     "register_op",
+    "save_safetensors",
     "shutdown",
     "statistics",
     "synchronize",

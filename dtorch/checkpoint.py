@@ -75,6 +75,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     absolute = Path(os.path.abspath(given))
     if absolute.is_dir():
         found = _of_directory(absolute)
+    elif not absolute.exists() and absolute.with_name(absolute.name + INDEX.removeprefix(".safetensors")).exists():
+        found = absolute.with_name(absolute.name + INDEX.removeprefix(".safetensors"))  # it was saved in shards
     elif not absolute.exists():
         near = sorted(f.name for f in absolute.parent.glob("*.safetensors*"))[:6] if absolute.parent.is_dir() else []
         hint = f"; beside it are {', '.join(near)}" if near else ""
