@@ -155,7 +155,7 @@ class Op:
         if sig.links is not None:
             tensors = _tensors_of((args, kwargs))
             return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
-        if quick_key is not None and not sig.recorder.is_sync:
+        if quick_key is not None:
             cache[quick_key] = sig
         return made
 

@@ -123,6 +123,8 @@ def put(op: Op, sig: Signature, ins: tuple[Any, ...], args: tuple[Any, ...], fra
     try:
         slot = sig.take()
     except IndexError:
+        if sig.recorder.is_sync:  # which may begin at any time, and lends no slots ahead
+            return op.emit(sig, ins, source(frame), args)
         slot = sig.recorder.grant()
     code = frame.f_code
     if INSIDE.get(code.co_filename) is False:
