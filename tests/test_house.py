@@ -35,6 +35,7 @@ DECIDERS = (
     "runtime/plan.py",
     "runtime/slots.py",
     "runtime/template.py",
+    "runtime/windows.py",
     "transport/codec.py",
     "transport/messages.py",
 )

@@ -1,51 +1,87 @@
-"""Convolution, pooling and interpolation: batches are independent, channels where the op keeps them apart."""
+"""Convolution: batches are independent, groups of channels too, and of space only what a window needs beside it moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from dtorch.ops._call import Call, R, Rule, Sig, sharded
 from dtorch.ops._rules import P_AVG, P
 from dtorch.ops.norm import index_of
-from dtorch.ops.reduce import is_inexact, keeps
-from dtorch.ops.table import FUNCTIONAL, OPS, row
-from dtorch.runtime.layout import box, coords
-from dtorch.tensor import TORCH
+from dtorch.ops.reduce import is_inexact
+from dtorch.ops.table import row
+from dtorch.runtime.layout import box, coords, is_shard, shard_dim
+from dtorch.runtime.windows import Looked, Slide, Spread, plain
 
 
 def _conv(space: int, transposed: bool = False) -> Rule:
-    """conv(input, weight, bias, stride, padding, dilation, groups), or transposed with output_padding before groups.
+    """conv(input, weight, bias, stride, padding, dilation, groups), or transposed with output_padding, groups before dilation.
 
     weight: (out, in / groups, ...), transposed (in, out / groups, ...).
     """
-    groups_at = 6
 
     def rule(call: Call) -> list[Sig]:
         x = call.tensors[0]
-        groups = call.arg(groups_at, "groups", 1)
         channel = x.ndim - space - 1
         num = call.num_inputs
-        params = {
-            "channel_dim": channel, "groups": groups, "groups_at": groups_at, "bias": index_of(call, 2, "bias"),
-        }  # fmt: skip
+        params = _geometry(call, space, channel, transposed)
+        groups = params["groups"]
+        # One kernel serves all axes: the one without halos unless some axis cuts space.
+        cut = any(is_shard(c) and shard_dim(c) > channel for c in x.codes)
+        kernel = "window" if cut or params["padded"] else "conv"
         rows, columns = (1, 0) if transposed else (0, 1)  # weight's dims of output and input channels
 
-        def sig(of_x: int, of_weight: int, of_bias: int, out: int) -> Sig:
-            return sharded(call, (of_x, of_weight, of_bias)[:num], out, kernel="conv", params=params)
+        def sig(of_x: int, of_weight: int, of_bias: int, out: int, kernel: str = kernel) -> Sig:
+            return sharded(call, (of_x, of_weight, of_bias)[:num], out, kernel=kernel, params=params)
 
         sigs = [sig(0, R, R, 0)] if channel == 1 else []
         if groups == 1:
             sigs += [sig(R, rows, 0, channel), sig(channel, columns, P, P)]
+            sigs += [sig(channel, columns, R, P)] if num > 2 else []  # the first device adds the bias
         else:
             sigs.append(sig(channel, 0, 0, channel))
+        sigs += [sig(d, R, R, d, "window") for d in range(channel + 1, x.ndim)]
         for code in (P, P_AVG) if is_inexact(call) else ():
             sigs += [sig(code, R, code, code), sig(R, code, code, code)]
+        if num > 2 and is_inexact(call):
+            sigs += [sig(P, R, R, P), sig(R, P, R, P)]
         return sigs
 
     return rule
+
+
+def _geometry(call: Call, space: int, channel: int, transposed: bool) -> dict[str, Any]:
+    """What the kernels know of a convolution beside its tensors."""
+    kernel = call.tensors[1].shape[2:]
+    stride = per_dim(call.arg(3, "stride", 1), space)
+    dilation = per_dim(call.arg(7 if transposed else 5, "dilation", 1), space)
+    padding = call.arg(4, "padding", 0)
+    before, padded = per_dim(0 if isinstance(padding, str) else padding, space), []
+    if padding == "same":  # the odd element comes behind, which torch's function cannot be told in numbers
+        before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+        padded = [channel + 1 + i for i in range(space) if dilation[i] * (kernel[i] - 1) % 2]
+    kind: type[Slide] | type[Spread] = Spread if transposed else Slide
+    looked = [
+        plain(Looked(channel + 1 + i, channel + 1 + i, kind(kernel[i], stride[i], dilation[i], before[i])))
+        for i in range(space)
+    ]
+    return {
+        "body": "conv_transpose" if transposed else "conv",
+        "looked": looked,
+        "padded": padded,
+        "stride": stride,
+        "padding": before,
+        "dilation": dilation,
+        "output_padding": per_dim(call.arg(5, "output_padding", 0), space) if transposed else [],
+        "channel_dim": channel,
+        "groups": call.arg(6, "groups", 1),
+        "bias": index_of(call, 2, "bias"),
+    }
+
+
+def per_dim(value: Any, num: int) -> list[int]:
+    """A size given once for all dims, or one a dim."""
+    given = [value] if isinstance(value, int) else [int(v) for v in value]
+    return given * num if len(given) == 1 else given
 
 
 def whole_groups(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int, ...], ...]) -> bool:
@@ -76,75 +112,6 @@ def whole_groups(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple
     return True
 
 
-def _leading(space: int) -> Rule:
-    """All dims but the last ``space`` pass through."""
-
-    def rule(call: Call) -> list[Sig]:
-        x = call.tensors[0]
-        rest = call.num_inputs - 1
-        return [sharded(call, (d, *(d,) * rest), d, kernel="filled") for d in range(x.ndim - space)]
-
-    return rule
-
-
-def _linear_leading(space: int) -> Rule:
-    def rule(call: Call) -> list[Sig]:
-        return _leading(space)(call) + (keeps(call, P, P_AVG) if is_inexact(call) else [])
-
-    return rule
-
-
-def _interpolate(call: Call) -> list[Sig]:
-    """Batch and channels pass through; every mode but nearest's kin rounds, and all are linear."""
-    return _linear_leading(call.tensors[0].ndim - 2)(call)
-
-
-def _batch(call: Call) -> list[Sig]:
-    """Only the batch passes through: every tensor has it first."""
-    if any(not t.ndim for t in call.tensors):
-        return []
-    return [sharded(call, (0,) * call.num_inputs, 0, kernel="filled")]
-
-
-def _shuffle(call: Call) -> list[Sig]:
-    ndim = call.tensors[0].ndim
-    return [sharded(call, (d,), d, kernel="filled") for d in range(ndim - 3)] + keeps(call, P, P_AVG)
-
-
-def _fold(call: Call) -> list[Sig]:
-    x, out = call.tensors[0], call.outputs[0]
-    batched = x.ndim == 4 if call.name.endswith("unfold") else x.ndim == 3
-    return ([sharded(call, (0,), 0, kernel="filled")] if batched and out.ndim else []) + keeps(call, P, P_AVG)
-
-
 for _space in (1, 2, 3):
     row(f"conv{_space}d", _conv(_space), verify=whole_groups)
     row(f"conv_transpose{_space}d", _conv(_space, transposed=True), verify=whole_groups)
-    _functional = "torch.nn.functional"
-    row(f"avg_pool{_space}d adaptive_avg_pool{_space}d", _linear_leading(_space), places=_functional)
-    row(f"max_pool{_space}d max_pool{_space}d_with_indices", _leading(_space), places=_functional)
-    row(f"adaptive_max_pool{_space}d adaptive_max_pool{_space}d_with_indices", _leading(_space), places=_functional)
-    row(f"lp_pool{_space}d max_unpool{_space}d", _leading(_space), places=_functional)
-row("interpolate upsample", _interpolate, places="torch.nn.functional")
-row("pixel_shuffle pixel_unshuffle channel_shuffle", _shuffle, places="torch.nn.functional")
-row("grid_sample", _batch, places="torch.nn.functional")
-row("fold unfold", _fold, places="torch.nn.functional")
-
-
-def _by_flag(name: str) -> Callable[..., Any]:
-    """What torch's own dispatch on ``return_indices`` calls back with: the function that knows the flag."""
-    with_indices, plain = OPS[f"torch.nn.functional.{name}_with_indices"], OPS[f"torch.nn.functional.{name}"]
-
-    def record(*args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
-        return (with_indices if return_indices else plain)(*args, **kwargs)
-
-    return record
-
-
-for _space in (1, 2, 3):
-    for _name in (f"max_pool{_space}d", f"adaptive_max_pool{_space}d"):
-        _record = _by_flag(_name)
-        FUNCTIONAL[_name] = _record
-        for _torch in (getattr(torch.nn.functional, _name), getattr(torch, _name, None)):
-            if _torch is not None:
-                TORCH[_torch] = _record

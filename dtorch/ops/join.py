@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 
 from dtorch.ops._affine import partial_through, region
 from dtorch.ops._call import Call, R, Sig
-from dtorch.ops._rules import replicate_only
+from dtorch.ops._rules import P, replicate_only
 from dtorch.ops.table import row
 from dtorch.ops.view import at_least_1d, at_least_2d, at_least_3d, boxed, front, record
-from dtorch.runtime.layout import box, coords, is_shard, shard_dim
+from dtorch.runtime.layout import is_shard, shard_dim
 
 
 def _cat(call: Call) -> list[Sig]:
@@ -92,38 +93,48 @@ def column_stack(tensors: Sequence[Any], *, out: Any = None) -> Any:
 
 
 def _pad(call: Call) -> list[Sig]:
-    """Dims that are not padded may be sharded; padded ones too, where a constant is added."""
+    """Every dim may be sharded. Of a padded one only rows that another device shows beside its own move: a border's reflection,
+    its copies, or the other end's rows."""
     x, out = call.tensors[0], call.outputs[0]
     pads, mode = call.arg(1, "pad"), call.arg(2, "mode", "constant")
     value = call.arg(3, "value")
     pairs = list(zip(pads[::2], pads[1::2], strict=True))
-    before = [0] * (x.ndim - len(pairs)) + [a for a, _ in reversed(pairs)]
-    after = [0] * (x.ndim - len(pairs)) + [b for _, b in reversed(pairs)]
-    box, dims = [], []
-    for d, (a, b, n) in enumerate(zip(before, after, x.shape, strict=True)):
-        box.append((max(a, 0), max(max(a, 0) + n + min(a, 0) + min(b, 0), max(a, 0))))
-        dims.append((d, max(-a, 0), 1))
-    params = {"regions": [region(0, 0, box, dims)], "fill": _python(value or 0, out.dtype)}
-    sigs = [s for s in partial_through(call) if not value and mode == "constant" and s.ins[0] == -2]
-    for d in range(x.ndim):
-        if before[d] == after[d] == 0:
-            sigs.append(Sig((d,), (d,)))
-        elif mode == "constant":
-            sigs.append(Sig((d,), (d,), "remap", params))
+    around = [(0, 0)] * (x.ndim - len(pairs)) + list(reversed(pairs))
+    parts = [_along(d, n, a, b, mode) for d, (n, (a, b)) in enumerate(zip(x.shape, around, strict=True))]
+    regions = [region(0, 0, [box for box, _ in part], [read for _, read in part]) for part in product(*parts)]
+    params: dict[str, Any] = {"regions": regions}
+    if mode == "constant":
+        params["fill"] = _python(value or 0, out.dtype)
+    sigs = [s for s in partial_through(call) if mode != "constant" or (not value and s.ins[0] == P)]
+    for d, both in enumerate(around):
+        sigs.append(Sig((d,), (d,), "filled") if both == (0, 0) else Sig((d,), (d,), "remap", params))
     return sigs
+
+
+Part = tuple[tuple[int, int], tuple[int, int, int]]
+"""An interval of an output dim, and how it reads the input dim: (output dim or -1, start, step)."""
+
+
+def _along(dim: int, size: int, before: int, after: int, mode: str) -> list[Part]:
+    """The parts of a padded dim: what stays, and the borders where they are not constant. Negative padding cuts off."""
+    low = max(before, 0)
+    high = max(low + size + min(before, 0) + min(after, 0), low)
+    parts: list[Part] = [((low, high), (dim, max(-before, 0), 1))]
+    left, right = {
+        "constant": (None, None),
+        "reflect": ((dim, before, -1), (dim, size - 2, -1)),
+        "replicate": ((-1, 0, 1), (-1, size - 1, 1)),
+        "circular": ((dim, size + min(after, 0) - before, 1), (dim, max(-before, 0), 1)),  # of what is not cut off
+    }[mode]
+    if left is not None and before > 0:
+        parts.append(((0, before), left))
+    if right is not None and after > 0:
+        parts.append(((high, high + after), right))
+    return parts
 
 
 def _python(value: Any, dtype: torch.dtype) -> Any:
     return bool(value) if dtype == torch.bool else value
 
 
-def _padded(call: Call, ins: tuple[tuple[int, ...], ...], outs: tuple[tuple[int, ...], ...]) -> bool:
-    """Reflecting and its like take no empty pieces."""
-    if call.arg(2, "mode", "constant") == "constant":
-        return True
-    shape = call.tensors[0].shape
-    boxes = (box(shape, ins[0], call.mesh_shape, at) for at in coords(call.mesh_shape))
-    return all(a < b or size == 0 for part in boxes for (a, b), size in zip(part, shape, strict=True))
-
-
-row("pad", _pad, verify=_padded, in_place=False, places="torch.nn.functional")
+row("pad", _pad, in_place=False, places="torch.nn.functional")

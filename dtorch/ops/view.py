@@ -98,7 +98,7 @@ row("conj resolve_conj resolve_neg real imag", keep_linear, is_view=True, in_pla
 row("view_as_real view_as_complex", complex_parts, is_view=True, in_place=False, places="torch")
 row("expand broadcast_to", expanded, is_view=True, in_place=False)
 row(
-    "transpose swapaxes swapdims permute t movedim moveaxis adjoint squeeze unsqueeze narrow diagonal unfold split "
+    "transpose swapaxes swapdims permute t movedim moveaxis adjoint squeeze unsqueeze narrow diagonal split "
     "split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind",
     affine,
     is_view=True,

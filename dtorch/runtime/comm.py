@@ -158,6 +158,7 @@ class Comm:
         self._device_of = device_of
         self._through_host = group is not None and not group.takes_cuda
         self.ok = True  # nothing received so far was marked as bad
+        self.sent_bytes = 0  # by hosted devices to other devices, in this process or another
 
     def perform(self, members: Members, requests: dict[Place, Request], ok: bool) -> dict[Place, Any]:
         """Answer one round of requests, one a hosted place, all of one kind."""
@@ -174,6 +175,7 @@ class Comm:
         for src in self._mine:
             count: dict[Place, int] = {}
             for dst, tensor in requests[src].sends:
+                self.sent_bytes += tensor.nbytes
                 if self._host_of[dst] == self._me:
                     boxes.setdefault((src, dst), []).append(tensor)
                 else:

@@ -116,7 +116,9 @@ class Executor:
         self._uploads: list[torch.Tensor] = []
         self.memory = MemoryMeter(self)
         self.tracer: Tracer | None = None  # while a profile runs
-        self.counters = {"calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0}
+        self.counters = {
+            "calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0, "exchanged_bytes": 0
+        }
         self.binder.files = FileAccess.within(folders, self.counters)
 
     # ---- definitions
@@ -478,7 +480,9 @@ class Executor:
                 for request in requests.values() if written else ():
                     request.detach_from(written)
                 marks = {} if tracer is None else {place: tracer.mark(index_of[place]) for place in requests}
+                comm.sent_bytes = 0
                 answers = comm.perform(members, requests, poison is None)
+                self.counters["exchanged_bytes"] += comm.sent_bytes
                 if tracer is not None:
                     for place, request in requests.items():
                         num = members.num_along(getattr(request, "axes", ()))

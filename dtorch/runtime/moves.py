@@ -12,6 +12,7 @@ Planning is pure: every device that plans the same redistribution gets the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -252,8 +253,34 @@ def plan_boxes(src: Placed, dst: Placed) -> Moves:
             a == b for a, b in zip(src.codes, dst.codes, strict=True) if is_partial(a) or is_partial(b)
         ), "pending reductions differ: reduce before the moves, fill after them"
 
+    return _plan(src, dst.places(), coords(dst.mesh_shape), dst.boxes(), kept)
+
+
+@lru_cache(maxsize=1024)
+def plan_reads(src: Placed, wanted: tuple[Box, ...]) -> Moves:
+    """Plan the transfers after which each device of the mesh holds a box of its own choice; boxes may overlap (halos).
+
+    A device keeps what it has and receives the rest, as in :func:`plan_boxes`. Boxes move only between devices that share
+    the coordinates on partial axes.
+
+    Args:
+        wanted: a box inside the tensor for each device, row-major.
+    """
+    src = canonical(src)
+    kept = tuple(axis for axis, code in enumerate(src.codes) if is_partial(code))
+    return _plan(src, src.places(), coords(src.mesh_shape), wanted, kept)
+
+
+def _plan(
+    src: Placed,
+    places: Sequence[Place],
+    where: Sequence[tuple[int, ...]],
+    boxes: Sequence[Box],
+    kept: tuple[int, ...],
+) -> Moves:
+    """All transfers that give the device at ``where[i]`` of the destination mesh ``boxes[i]``."""
     sources = dict(zip(src.places(), src.boxes(), strict=True))
-    targets = dict(zip(dst.places(), dst.boxes(), strict=True))
+    targets = dict(zip(places, boxes, strict=True))
     # (coordinates on the kept axes) -> box -> the replicas that hold it. Different boxes of one group never overlap.
     holders: dict[tuple[int, ...], dict[Box, list[Place]]] = {}
     for coord, (place, held) in zip(coords(src.mesh_shape), sources.items(), strict=True):
@@ -266,7 +293,7 @@ def plan_boxes(src: Placed, dst: Placed) -> Moves:
     sends: dict[Place, list[tuple[Place, Box]]] = {}
     receives: dict[Place, list[tuple[Place, Box]]] = {}
     transfers: list[Transfer] = []
-    for coord, (place, wanted) in zip(coords(dst.mesh_shape), targets.items(), strict=True):
+    for coord, (place, wanted) in zip(where, targets.items(), strict=True):
         for held, replicas in holders.get(tuple(coord[axis] for axis in kept), {}).items():
             part = intersect(held, wanted)
             if part is None:
