@@ -68,6 +68,7 @@ class Call:
     mesh_shape: tuple[int, ...]
     axis: int = 0  # the mesh axis a rule is asked about
     mutates: tuple[int, ...] = ()  # inputs that the op writes into beside its results (running statistics)
+    axis_names: tuple[str, ...] = ()  # of the mesh, when it has names
     is_nested: bool = False  # the result is a tree of which the outputs are the leaves
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
@@ -86,6 +87,11 @@ class Call:
         if isinstance(value, int):
             value = (value,)
         return tuple(sorted(d % ndim if ndim else 0 for d in value))
+
+    @property
+    def axis_name(self) -> str:
+        """The name of the mesh axis that a rule is asked about; empty when it has none."""
+        return self.axis_names[self.axis] if self.axis_names else ""
 
     @property
     def num_inputs(self) -> int:

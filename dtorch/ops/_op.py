@@ -383,10 +383,11 @@ class Op:
                 finish = rebuilder(result)
         else:
             raise TypeError(f"{self.name} does not give a tensor")
-        mesh_shape = tuple(tensors[0]._spec.mesh.shape)
+        mesh = tensors[0]._spec.mesh
         call = Call(
-            self.name, call_args, call_kwargs, tuple(infos), outputs, mesh_shape, mutates=tuple(mutates), is_nested=is_nested
-        )
+            self.name, call_args, call_kwargs, tuple(infos), outputs, tuple(mesh.shape),
+            mutates=tuple(mutates), axis_names=mesh.dim_names or (), is_nested=is_nested,
+        )  # fmt: skip
         return call, tree_args, tree_kwargs, finish
 
     def _link(self, sig: Signature, call: Call, found: Fit, tensors: list[Any]) -> None:

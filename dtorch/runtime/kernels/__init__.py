@@ -167,6 +167,6 @@ def view(site: Site) -> Callable[..., Any]:
     return run
 
 
-_FILES = "data experts file gathered index loss norm random redistribute reduce remap shape sort window conv resample"
+_FILES = "attention data experts file gathered index loss norm random redistribute reduce remap shape sort window conv resample"
 for _file in _FILES.split():
     import_module(f"{__name__}.{_file}")  # it registers its kernels
