@@ -39,7 +39,7 @@ from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
 from dtorch.policy import auto_redistribute
 from dtorch.profile import profile
-from dtorch.session import init, shutdown
+from dtorch.session import current_session, init, shutdown
 from dtorch.streams import as_completed
 from dtorch.visual import visualize_sharding
 from dtorch.weights import load_safetensors
@@ -93,6 +93,7 @@ __all__ = [
     "auto_redistribute",
     "check_finite",
     "compile",
+    "current_session",
     "distribute",
     "empty_init",
     "from_pretrained",
