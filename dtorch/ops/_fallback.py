@@ -45,8 +45,7 @@ _WORDS = """
     to_sparse_bsr to_sparse_bsc sparse_resize_ sparse_resize_and_clear_ sparse_mask sparse_dim dense_dim indices
     values crow_indices col_indices ccol_indices row_indices coalesce is_coalesced smm sspmm _indices _values
     _nnz quantize_per_tensor quantize_per_channel rrelu_ get_device_module
-    rrelu_with_noise rrelu_with_noise_ native_dropout lstm gru
-    rnn_tanh rnn_relu dropout fractional_max_pool2d fractional_max_pool2d_with_indices
+    rrelu_with_noise rrelu_with_noise_ native_dropout dropout fractional_max_pool2d fractional_max_pool2d_with_indices
     fractional_max_pool3d fractional_max_pool3d_with_indices _fused_dropout _standard_gamma _sample_dirichlet
     _dirichlet_grad pca_lowrank svd_lowrank lobpcg int_repr dequantize lu_unpack_ choose_qparams_optimized
 """
