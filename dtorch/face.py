@@ -28,6 +28,8 @@ from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
 from dtorch.session import current_session
 from dtorch.tensor import TORCH, Tensor, missing
+from dtorch.together import are_apart, brought_together
+from dtorch.transport.errors import MeshError
 
 if TYPE_CHECKING:
     from dtorch.mesh import DeviceMesh
@@ -55,6 +57,7 @@ class TorchTensor(torch.Tensor, TensorFuture):
         placements: tuple[Placement, ...]
 
         def redistribute(self, *args: Any, **kwargs: Any) -> TorchTensor: ...
+        def redistribute_by_dict(self, *args: Any, **kwargs: Any) -> TorchTensor: ...
 
     def __new__(cls, data: Any, **kwargs: Any) -> TorchTensor:
         if isinstance(data, TorchTensor):
@@ -189,17 +192,25 @@ def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
     """Call ``op`` on the native tensors, with placements repaired where need be, and answer in kind."""
     own = [a._native if type(a) is TorchTensor else _unwrap(a) if type(a) in _NESTED else a for a in args]
     named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
-    if type(op) is Op:
-        result = op.record_repairing(tuple(own), named, frame)
-        if op.writes is None and type(result) is Tensor and "out" not in kwargs:
-            return faced(result)
-    else:
-        token = None if _auto.get() else _auto.set(True)
-        try:
-            result = op(*own, **named)
-        finally:
-            if token is not None:
-                _auto.reset(token)
+    try:
+        if type(op) is Op:
+            result = op.record_repairing(tuple(own), named, frame)
+            if op.writes is None and type(result) is Tensor and "out" not in kwargs:
+                return faced(result)
+        else:
+            token = None if _auto.get() else _auto.set(True)
+            try:
+                result = op(*own, **named)
+            finally:
+                if token is not None:
+                    _auto.reset(token)
+    except MeshError:
+        if not are_apart((own, named)):
+            raise
+        writes = getattr(op, "writes", None) is not None or _is_write(op)
+        here, there = brought_together(tuple(own), named, writes)
+        with policy.auto_redistribute():
+            result = op(*here, **there)
     if type(result) is not Tensor:
         return _wrap(result)
     for i, native in enumerate(own):

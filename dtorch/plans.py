@@ -1,32 +1,29 @@
-"""Plans: which weights of a plain torch module are split, and along which dim.
+"""Plans: how each weight of a plain torch module is split, and on which pipeline stage it lives.
 
-A plan names styles; ``auto_plan`` derives one. It asks the module for a plan of its own (``tp_plan`` of transformers),
-and otherwise goes by what layers are called and by their shapes: projections that widen are split by output features,
-those that narrow by input features, and attention's are cut at the borders of heads.
+A plan maps patterns of names to styles; this file reads one. ``auto_plan.py`` derives one from a module. Pure: nothing
+is moved here.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from dtorch.placement import Shard
+from dtorch.mesh import DeviceMesh
+from dtorch.placement import Placement, Replicate, Shard
 from dtorch.runtime.layout import split
+from dtorch.transport.errors import MeshError
 
-STYLES = ("colwise", "rowwise", "vocab", "replicate")
-_GATHERED = {"colwise_rep", "colwise_gather_output"}
-_FROM_TRANSFORMERS = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_rep": "colwise",
-    "colwise_gather_output": "colwise",
-    "embedding_rowwise": "vocab",
-}
-"""Styles of transformers that have a counterpart; weights under others are replicated."""
+TENSOR_AXIS, DATA_AXIS, STAGE_AXIS, EXPERT_AXIS = "tp", "dp", "pp", "ep"
+SEQUENCE_AXES = ("ulysess_cp", "ring_cp")
+"""Names of mesh axes that mean something to ``distribute``."""
+
+STYLES = ("colwise", "rowwise", "vocab", "expert", "replicate", "stage")
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,12 @@ class Style:
     """How a layer's weights are split.
 
     Attributes:
-        kind: one of ``STYLES``.
+        kind: one of ``STYLES`` but "stage".
         axis: of the mesh; "" where the plan names none.
         block: cut at multiples of this many features only.
         head: a smaller block that will do where it gives the same pieces: what one attention head has.
         is_gathered: the layer's result is made whole right away.
+        is_lenient: devices may be left without a piece; plans that a user writes are not.
     """
 
     kind: str
@@ -46,6 +44,7 @@ class Style:
     block: int = 1
     is_gathered: bool = False
     head: int = 1
+    is_lenient: bool = False
 
     def over(self, axis: str | int) -> Style:
         return replace(self, axis=axis)
@@ -56,105 +55,219 @@ class Style:
         small = next(b for b in (1, self.head, self.block) if split(0, size, num_devices, b) == pieces)
         return Shard(dim, small)
 
-    def dim(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> int | None:
+    def dim(self, owner: torch.nn.Module, value: torch.Tensor) -> int | None:
         """The dim of a parameter that is split; None for one that every device holds."""
         if self.kind == "replicate" or not value.ndim:
             return None
         if self.kind == "vocab":
             return 0
-        outs, ins = (1, 0) if _is_transposed(owner, value) else (0, 1)
+        if self.kind == "expert":
+            return 0 if value.ndim >= 2 else None
+        outs, ins = (1, 0) if is_transposed(owner, value) else (0, 1)
         if self.kind == "colwise":
             return 0 if value.ndim == 1 else outs
         return None if value.ndim == 1 else ins
 
 
-def parse(text: Any) -> Style:
-    """``"colwise"``, ``"colwise:axis"``, ``"colwise/64"``, ``"colwise/64:axis"``.
+@dataclass
+class Plan:
+    """What becomes of a module.
+
+    Attributes:
+        styles: name of a submodule or parameter -> style, the later of two that concern one parameter counts.
+        stages: name of a submodule or parameter -> pipeline stage; empty without stages.
+    """
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+
+
+def parse(text: Any) -> tuple[Style | None, int | None]:
+    """A style and a stage: of ``"colwise"``, ``"colwise:axis"``, ``"colwise/64:axis"``, ``"stage:1"``, ``"stage:1 rowwise"``.
 
     Raises:
         ValueError: no such style.
     """
-    match = re.fullmatch(r"(\w+)(?:/(\d+))?(?::(\w+))?", text) if isinstance(text, str) else None
-    if match is None or match[1] not in STYLES or match[2] == "0":
-        raise ValueError(f"distribute: {text!r} is no style; there are {', '.join(STYLES)}, as in 'colwise/64:tp'")
-    kind, block, axis = match.groups()
-    return Style(kind, axis or "", int(block or 1), kind in ("rowwise", "vocab"))
+    style: Style | None = None
+    stage: int | None = None
+    words = text.split() if isinstance(text, str) else []
+    for word in words:
+        match = re.fullmatch(r"(\w+)(?:/(\d+))?(?::(\w+))?", word)
+        kind, block, after = match.groups() if match is not None else ("", None, None)
+        if kind == "stage" and stage is None and block is None and after is not None and after.isdigit():
+            stage = int(after)
+        elif kind in STYLES and kind != "stage" and style is None and block != "0":
+            style = Style(kind, after or "", int(block or 1), kind in ("rowwise", "vocab"))
+        else:
+            words = []
+            break
+    if not words:
+        raise ValueError(
+            f"distribute: {text!r} is no style; there are {', '.join(STYLES[:-1])}, as in 'colwise/64:tp', and 'stage:1', "
+            "alone or before one of these"
+        )
+    return style, stage
 
 
-def styles_of(module: torch.nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """The same styles, cut at the borders of heads in attention unless they say where."""
-    heads = {name: size for name, size in head_blocks(module).items() if name in styles}
-    return {
-        name: replace(s, block=heads[name][0], head=heads[name][1]) if s.block == 1 and name in heads else s
-        for name, s in styles.items()
-    }
+def read(module: torch.nn.Module, mesh: DeviceMesh, given: dict[Any, Any]) -> Plan:
+    """The plan that a dict of patterns describes for ``module``, without what follows from attention's heads.
+
+    Raises:
+        ValueError: a pattern that matches nothing, an unknown style, a stage that the mesh does not have.
+        MeshError: a style names an axis that the mesh lacks.
+    """
+    params = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in module.named_modules() if name] + params
+    holders = {name.rpartition(".")[0] for name in params} | set(params)
+    plan = Plan()
+    for key, text in given.items():
+        pattern, matched = matches(key, names)
+        style, stage = parse(text)
+        if stage is not None:
+            num = mesh.shape[_axis(mesh, STAGE_AXIS, pattern)]  # type: ignore[index]  # a name is looked up
+            if stage >= num:
+                raise ValueError(
+                    f"distribute: the plan puts {pattern!r} on stage {stage}, but the mesh axis {STAGE_AXIS!r} has {num} "
+                    f"stages, 0 to {num - 1}"
+                )
+            plan.stages = _later(plan.stages, dict.fromkeys(matched, stage))
+        if style is None:
+            continue
+        if not any(name in holders for name in matched):
+            raise ValueError(
+                f"distribute: {pattern!r} matches only submodules without parameters of their own; for all that is in "
+                f"them write {matched[0] + '.*'!r}"
+            )
+        axis = _axis(mesh, style.axis, pattern) if style.axis else usual_axis(mesh, style.kind)
+        if axis is not None:
+            plan.styles = _later(plan.styles, dict.fromkeys(matched, style.over(axis)))
+    return plan
 
 
-def auto_plan(module: torch.nn.Module, axis: str | int) -> dict[str, Style]:
-    """Name of a submodule -> style over ``axis``, derived from the module."""
-    own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
-    found = _from_own(module, own, axis) if isinstance(own, dict) else {}
-    if not found:
-        found = _from_shapes(module, axis)
-    _keep_ties(module, found)
-    return styles_of(module, found)
+def _later(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Both, the last one last."""
+    return {**{name: value for name, value in before.items() if name not in new}, **new}
 
 
-def _from_own(module: torch.nn.Module, plan: dict[str, Any], axis: str | int) -> dict[str, Style]:
-    found: dict[str, Style] = {}
-    for name, part in module.named_modules():
-        for pattern, text in plan.items():
-            kind = _FROM_TRANSFORMERS.get(text)
-            if kind is not None and fnmatchcase(name, pattern) and _is_matrix(part):
-                found[name] = Style(kind, axis, 1, kind != "colwise" or text in _GATHERED)
+def matches(pattern: Any, names: list[str]) -> tuple[str, list[str]]:
+    """(the pattern's text, the names that it matches). Raises ValueError when there are none."""
+    if isinstance(pattern, re.Pattern):
+        text, matched = pattern.pattern, [name for name in names if pattern.fullmatch(name)]
+    elif isinstance(pattern, str):
+        text, matched = pattern, [name for name in names if fnmatchcase(name, pattern)]
+    else:
+        raise TypeError(f"distribute: a plan's keys are texts or compiled patterns, not {type(pattern).__name__}")
+    if not matched:
+        raise ValueError(f"distribute: {text!r} matches no submodule or parameter{_near(text, names)}")
+    return text, matched
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """Names that look like ``pattern``, also by their last part."""
+    close = get_close_matches(pattern, names, n=4, cutoff=0.6)
+    if not close:
+        last = pattern.rsplit(".", 1)[-1].strip("*")
+        short: dict[str, str] = {}
+        for name in names:
+            short.setdefault(name.rsplit(".", 1)[-1], name)
+        close = [short[key] for key in get_close_matches(last, list(short), n=4, cutoff=0.5)]
+    listed = close or names[:4]
+    if not listed:
+        return "; it has none"
+    return f"; {'near it are' if close else 'there are'} {', '.join(map(repr, listed))}"
+
+
+# ---- axes
+
+
+def usual_axis(mesh: DeviceMesh, kind: str = "colwise") -> str | int | None:
+    """The axis that a style splits over when it names none; None when the mesh has no such axis."""
+    if mesh.dim_names is None:
+        return 0 if mesh.ndim == 1 else None
+    wanted = (EXPERT_AXIS, TENSOR_AXIS) if kind == "expert" else (TENSOR_AXIS,)
+    return next((name for name in wanted if name in mesh.dim_names), None)
+
+
+def _axis(mesh: DeviceMesh, axis: str | int, pattern: str) -> str | int:
+    if mesh.dim_names is None or axis not in mesh.dim_names:
+        has = "no axis has a name" if mesh.dim_names is None else f"it has {', '.join(map(repr, mesh.dim_names))}"
+        raise MeshError(f"distribute: the plan for {pattern!r} splits over the axis {axis!r}, which {mesh} lacks: {has}")
+    return mesh.axis(axis) if isinstance(axis, int) else axis
+
+
+# ---- placements
+
+
+def placements(
+    module: torch.nn.Module, plan: Plan, mesh_of: dict[str, DeviceMesh], mesh: DeviceMesh
+) -> dict[str, tuple[Placement, ...]]:
+    """Placements of the parameters that are not simply replicated.
+
+    Args:
+        mesh_of: name of a module -> its mesh; others are on ``mesh``.
+
+    Raises:
+        ValueError: a user's plan cuts something into more pieces than it has.
+    """
+    found: dict[str, tuple[Placement, ...]] = {}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, style in plan.styles.items():
+        owner, key = name, None
+        if name in params:
+            owner, _, key = name.rpartition(".")
+        part = module.get_submodule(owner)
+        here = mesh_of.get(owner, mesh)
+        for own, value in part.named_parameters(recurse=False):
+            if key is not None and own != key:
+                continue
+            full = f"{owner}.{own}" if owner else own
+            found.pop(full, None)
+            dim = style.dim(part, value)
+            if dim is not None and _has(here, style.axis):
+                found[full] = _split(full, style, dim, value.shape[dim], here)
     return found
 
 
-_QUERY_NAMES = "q k v query key value q_proj k_proj v_proj q_lin k_lin v_lin to_q to_k to_v wq wk wv"
-_QUERIES = frozenset(_QUERY_NAMES.split())
-_FUSED = frozenset({"c_attn", "qkv", "query_key_value", "in_proj", "qkv_proj", "Wqkv"})
-_GLUED = re.compile(r"gate_up|up_gate|packed|fused|w12")
+def _has(mesh: DeviceMesh, axis: str | int) -> bool:
+    return isinstance(axis, int) or axis in (mesh.dim_names or ())
 
 
-def _from_shapes(module: torch.nn.Module, axis: str | int) -> dict[str, Style]:
-    """Widening layers by their outputs, the next narrowing one by its inputs; queries, keys and values by their outputs
-    and the next square layer by its inputs. What stores several projections in one is left whole."""
-    found: dict[str, Style] = {}
-    after_queries = after_widening = False
-    for name, part in module.named_modules():
-        last = name.rsplit(".", 1)[-1]
-        if isinstance(part, torch.nn.Embedding):
-            if part.num_embeddings >= 2 * part.embedding_dim and part.max_norm is None:
-                found[name] = Style("vocab", axis, 1, True)
-            continue
-        sizes = _sizes(part)
-        if sizes is None:
-            continue
-        ins, outs = sizes
-        if last in _QUERIES:
-            found[name], after_queries = Style("colwise", axis), True
-        elif last in _FUSED or _GLUED.search(last):
-            after_queries = after_widening = False
-        elif after_queries:
-            found[name], after_queries = Style("rowwise", axis, 1, True), False
-        elif outs > ins:
-            found[name], after_widening = Style("colwise", axis), True
-        elif ins > outs and after_widening:
-            found[name], after_widening = Style("rowwise", axis, 1, True), False
-    head = _head(module)
-    if head in found:
-        found[head] = Style("colwise", axis, 1, True)
-    return found
+def _split(name: str, style: Style, dim: int, size: int, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    axis = mesh.axis(style.axis)
+    num = mesh.shape[axis]
+    pieces = -(-size // style.block)
+    if style.block > max(size, 1):
+        raise ValueError(
+            f"distribute: {name!r} should be cut at multiples of {style.block}, but its dim {dim} has {size} elements"
+        )
+    if pieces < num and not style.is_lenient:
+        unit = f"{pieces} blocks of {style.block}" if style.block > 1 else f"{size} elements"
+        raise ValueError(
+            f"distribute: {name!r} cannot be split by {style.kind!r} over the {num} devices of the mesh axis "
+            f"{style.axis!r}: its dim {dim} has {unit}; use a smaller axis, or 'replicate' for this one"
+        )
+    where = style.shard(dim, size, num)
+    return tuple(where if i == axis else Replicate() for i in range(mesh.ndim))
 
 
-def _head(module: torch.nn.Module) -> str:
-    """The name of the layer that gives a model's logits."""
-    get = getattr(module, "get_output_embeddings", None)
-    last = get() if callable(get) else None
-    return next((name for name, part in module.named_modules() if last is not None and part is last), "")
+# ---- layers
 
 
-def _keep_ties(module: torch.nn.Module, styles: dict[str, Style]) -> None:
+def sizes(part: torch.nn.Module) -> tuple[int, int] | None:
+    """(input features, output features) of a layer that multiplies by one matrix."""
+    weight = part._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+        return None
+    ins, outs = (0, 1) if is_transposed(part, weight) else (1, 0)
+    return int(weight.shape[ins]), int(weight.shape[outs])
+
+
+def is_transposed(part: torch.nn.Module, weight: torch.Tensor) -> bool:
+    """Whether the weight is stored as [inputs, outputs], as in layers that call themselves 1-d convolutions."""
+    return weight.ndim == 2 and not isinstance(part, torch.nn.Linear) and hasattr(part, "nf")
+
+
+def keep_ties(module: torch.nn.Module, styles: dict[str, Style]) -> None:
     """A weight that several layers share is split in one way: all by its rows, or not at all."""
     sharing: dict[int, list[str]] = {}
     for name, value in module.named_parameters(remove_duplicate=False):
@@ -164,77 +277,3 @@ def _keep_ties(module: torch.nn.Module, styles: dict[str, Style]) -> None:
         if len(names) > 1 and not kinds <= {"vocab", "colwise"}:
             for n in names:
                 styles.pop(n, None)
-
-
-# ---- heads
-
-
-def head_blocks(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Name of an attention projection -> (features that must stay together, features of one head): the former are those
-    of one key/value head, or of the queries that use it."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, part in module.named_modules():
-        children = dict(part.named_children())
-        sizes = {key: _sizes(child) for key, child in children.items()}
-        queries = [key for key in children if key in _QUERIES and sizes[key] is not None]
-        size = _head_size(part, [sizes[key] for key in queries])
-        if not queries or size is None:
-            continue
-        prefix = f"{name}." if name else ""
-        outs = {key: sizes[key][1] for key in queries}  # type: ignore[index]
-        least = min(outs.values())
-        for key in queries:
-            found[prefix + key] = size * max(outs[key] // least, 1), size
-        most = max(outs.values())
-        follower = _follower(module, name, most)
-        if follower:
-            found[follower] = size * max(most // least, 1), size
-    return found
-
-
-def _follower(module: torch.nn.Module, name: str, num_features: int) -> str:
-    """The projection after attention: the first layer from there on that takes ``num_features`` and is no query."""
-    seen = False
-    for other, part in module.named_modules():
-        seen = seen or other == name
-        sizes = _sizes(part)
-        if seen and sizes is not None and other.rsplit(".", 1)[-1] not in _QUERIES:
-            return other if sizes[0] == num_features else ""
-    return ""
-
-
-_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head", "dim_head")
-_NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-
-
-def _head_size(part: torch.nn.Module, sizes: list[Any]) -> int | None:
-    for name in _HEAD_SIZES:
-        value = getattr(part, name, None)
-        if type(value) is int and value > 0:
-            return value
-    for name in _NUM_HEADS:
-        value = getattr(part, name, None)
-        if type(value) is int and value > 0 and sizes and sizes[0][1] % value == 0:
-            return int(sizes[0][1] // value)
-    return None
-
-
-# ---- layers
-
-
-def _is_matrix(part: torch.nn.Module) -> bool:
-    return isinstance(part, torch.nn.Embedding) or _sizes(part) is not None
-
-
-def _sizes(part: torch.nn.Module) -> tuple[int, int] | None:
-    """(input features, output features) of a layer that multiplies by one matrix."""
-    weight = part._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or isinstance(part, torch.nn.Embedding):
-        return None
-    ins, outs = (0, 1) if _is_transposed(part, weight) else (1, 0)
-    return int(weight.shape[ins]), int(weight.shape[outs])
-
-
-def _is_transposed(part: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the weight is stored as [inputs, outputs], as in layers that call themselves 1-d convolutions."""
-    return weight.ndim == 2 and not isinstance(part, torch.nn.Linear) and hasattr(part, "nf")

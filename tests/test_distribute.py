@@ -208,7 +208,7 @@ def test_auto_splits_between_heads_and_takes_the_models_own_plan() -> None:
     where = placed(dtorch.distribute(causal("llama"), mesh(tp=3)))
     attention = "model.layers.0.self_attn."
     assert where[attention + "q_proj.weight"] == Shard(0, 8)
-    assert where[attention + "k_proj.weight"] == Shard(0, 8)
+    assert where[attention + "k_proj.weight"] == Replicate()  # two heads for three devices
     assert where[attention + "o_proj.weight"] == Shard(1, 8)
     assert where["model.layers.0.mlp.down_proj.weight"] == Shard(1)
     assert where["model.embed_tokens.weight"] == Shard(0)
@@ -249,7 +249,8 @@ X = torch.arange(18.0).reshape(3, 6) / 18
         ({"0": "colwise", "2": "rowwise"}, Shard(0), Shard(1)),
         ({"0": "rowwise", "2": "colwise"}, Shard(1), Shard(0)),
         ({"*": "colwise", "2.weight": "replicate"}, Shard(0), Replicate()),
-        ({re.compile("[02]"): "colwise/5:tp"}, Shard(0, 5), Shard(0, 5)),
+        ({re.compile("[02]"): "colwise/2:tp"}, Shard(0), Shard(0)),
+        ({re.compile("[0]"): "colwise/3:tp"}, Shard(0, 3), Replicate()),
         ({"2.weight": "rowwise", "*": "colwise", "0": "replicate"}, Replicate(), Shard(0)),
     ],
 )

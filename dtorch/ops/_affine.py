@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dtorch.ops._call import Call, R, Sig, TensorArg
-from dtorch.runtime.layout import is_partial, is_shard, shard_block, shard_dim, split
+from dtorch.runtime.layout import is_partial, is_shard, shard_block, shard_code, shard_dim, split
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,23 @@ def affine(call: Call) -> list[Sig]:
         sigs.append(Sig((dim,), outs, "remap", {"regions": regions}))
         code = x.codes[call.axis]
         if is_shard(code) and shard_dim(code) == dim and shard_block(code) > 1:
-            # pieces of another size need no blocks
-            sigs.insert(0, Sig((code,), outs, "remap", {"regions": regions}))
+            kept = _blocks(mapped, dim, shard_block(code), outs, call.mesh_shape[call.axis])
+            sigs.insert(0, Sig((code,), kept, "remap", {"regions": regions}))
     return sigs
+
+
+def _blocks(mapped: Sequence[Mapped], dim: int, block: int, outs: tuple[int, ...], num: int) -> tuple[int, ...]:
+    """``outs`` cut at multiples of ``block``, where all outputs are whole blocks (queries out of fused queries, keys and
+    values, by heads). Pieces of another size need no blocks."""
+    sizes = [m.shape[out] if out >= 0 else 0 for m, out in zip(mapped, outs, strict=True)]
+    for m, size in zip(mapped, sizes, strict=True):
+        _, start, step = m.dims[dim]
+        if not size or step != 1 or start % block or size % block:
+            return outs
+    return tuple(
+        out if split(0, size, num) == split(0, size, num, block) else shard_code(out, block)
+        for out, size in zip(outs, sizes, strict=True)
+    )
 
 
 def is_local(

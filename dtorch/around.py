@@ -1,0 +1,197 @@
+"""Hooks around the calls of a distributed module: what goes in gets the torch face and its place, what comes out is whole.
+
+``Enter`` and ``Leave`` stand around the module that ``distribute`` was given, ``Move`` and ``Back`` around the parts of a
+pipeline stage, ``SplitTokens`` before the layers of a stack, ``Gather`` after single layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dtorch.face import TorchTensor, faced
+from dtorch.interop import factories_off, factories_on
+from dtorch.mesh import DeviceMesh
+from dtorch.placement import Placement, Replicate, Shard
+from dtorch.plans import DATA_AXIS, SEQUENCE_AXES
+from dtorch.session import current_session
+from dtorch.tensor import Tensor
+
+Args = tuple[Any, ...]
+Named = dict[str, Any]
+
+
+class Gather:
+    """A forward hook: the result, or the first of several, is whole along one mesh axis."""
+
+    def __init__(self, axis: str | int) -> None:
+        self.axis = axis
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        if type(out) is TorchTensor:
+            mesh = out.device_mesh
+            if isinstance(self.axis, int) or self.axis in (mesh.dim_names or ()):
+                return whole(out, (mesh.axis(self.axis),))
+        return out
+
+
+class SplitTokens:
+    """A forward pre-hook of one layer of a stack: hidden states (B, T, D) are split along T over the axes for context
+    parallelism, unless they are already, or have one token. The ops behind keep it so."""
+
+    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
+        return tuple(map(_by_sequence, args)), {name: _by_sequence(value) for name, value in kwargs.items()}
+
+
+def _by_sequence(value: Any) -> Any:
+    if type(value) is not TorchTensor or value.ndim != 3 or value.shape[1] < 2 or not value.dtype.is_floating_point:
+        return value
+    names, before = value.device_mesh.dim_names or (), value.placements
+    wanted = tuple(
+        Shard(1) if name in SEQUENCE_AXES and p.is_replicate() else p for name, p in zip(names, before, strict=True)
+    )
+    return value if wanted == before else value.redistribute(wanted)
+
+
+class Move:
+    """A forward pre-hook of a part of a pipeline stage: tensors among the arguments go to that stage's mesh, placed on each
+    axis as they are on the axis of that name, and factories make tensors there."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
+        factories_on(self.mesh, self)
+
+        def move(value: Any) -> Any:
+            return moved(value, self.mesh) if type(value) is TorchTensor else value
+
+        return mapped(move, args), {name: mapped(move, value) for name, value in kwargs.items()}
+
+
+class Back:
+    """The forward hook that ends what ``Move`` began."""
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        factories_off(self.move)
+        return out
+
+
+class Enter:
+    """A forward pre-hook: plain and native tensors among the arguments get the torch face. What has one row for each
+    sequence of the batch is split over the axis "dp", if nothing has split it yet."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        names = mesh.dim_names or ()
+        self.data_axis = names.index(DATA_AXIS) if DATA_AXIS in names else None
+
+    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
+        factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
+        for name, given in (*enumerate(args), *kwargs.items()):
+            for value in tensors(given):
+                _check(module, name, value)
+        first = next((t for t in tensors((args, kwargs)) if t.ndim), None)
+        num_rows = first.shape[0] if first is not None else 0
+
+        def enter(value: Any) -> Any:
+            return self._enter(value, num_rows) if isinstance(value, (torch.Tensor, Tensor)) else value
+
+        return mapped(enter, args), mapped(enter, kwargs)
+
+    def _enter(self, value: Any, num_rows: int) -> TorchTensor:
+        axis = self.data_axis
+        splits = axis is not None and value.ndim > 0 and value.shape[0] == num_rows > 1
+        if isinstance(value, Tensor):  # placed by whoever made it
+            return moved(faced(value), self.mesh)
+        if isinstance(value, TorchTensor):
+            here = moved(value, self.mesh)
+            before = here.placements
+            if splits and axis is not None and all(p.is_replicate() for p in before):
+                return here.redistribute([Shard(0) if i == axis else p for i, p in enumerate(before)])
+            return here
+        where: list[Placement] = [Replicate()] * self.mesh.ndim
+        if splits and axis is not None:
+            where[axis] = Shard(0)
+        return faced(current_session().upload(value.detach(), self.mesh, where))
+
+
+def _check(module: torch.nn.Module, name: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and not isinstance(value, TorchTensor):
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else None
+        if value.layout == torch.strided and not value.is_meta and kind is None:
+            return
+        what = "on the meta device" if value.is_meta else f"that is {kind}" if kind else f"of layout {value.layout}"
+        raise TypeError(
+            f"{type(module).__name__} on a mesh: argument {name!r} is a tensor {what}; only dense tensors with values can be "
+            "put there"
+        )
+
+
+class Leave:
+    """A forward hook: results are whole on every axis but "dp", and no summands are left."""
+
+    def __init__(self, enter: Enter) -> None:
+        self.enter = enter
+
+    def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
+        factories_off(self.enter)
+
+        def leave(value: Any) -> Any:
+            if type(value) is not TorchTensor:
+                return value
+            mesh = value.device_mesh
+            names = mesh.dim_names or ("",) * mesh.ndim
+            return whole(value, tuple(i for i, name in enumerate(names) if name != DATA_AXIS))
+
+        return mapped(leave, out)
+
+
+def whole(value: TorchTensor, axes: tuple[int, ...]) -> TorchTensor:
+    """``value`` replicated along ``axes``, and summed up along others."""
+    before = value.placements
+    wanted = tuple(Replicate() if i in axes or p.is_partial() else p for i, p in enumerate(before))
+    return value if wanted == before else value.redistribute(wanted)
+
+
+def moved(value: TorchTensor, mesh: DeviceMesh) -> TorchTensor:
+    """``value`` on ``mesh``, placed on each axis as it is on the axis of that name."""
+    if value.device_mesh == mesh:
+        return value
+    if mesh.dim_names is None:
+        return value.redistribute(device_mesh=mesh)
+    return value.redistribute_by_dict(mesh)
+
+
+def tensors(tree: Any) -> Iterator[Any]:
+    """The tensors in dicts, lists and tuples."""
+    if isinstance(tree, (torch.Tensor, Tensor)):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors(value)
+
+
+def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """``fn`` of every leaf of dicts, lists and tuples. A dict of a class of its own is changed in place."""
+    kind = type(tree)
+    if kind is dict:
+        return {key: mapped(fn, value) for key, value in tree.items()}
+    if isinstance(tree, dict):
+        for key, value in list(tree.items()):
+            changed = mapped(fn, value)
+            if changed is not value:
+                tree[key] = changed
+        return tree
+    if isinstance(tree, (list, tuple)) and kind is not torch.Size:
+        items = [mapped(fn, value) for value in tree]
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    return fn(tree)
