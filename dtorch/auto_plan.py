@@ -9,15 +9,17 @@ misses costs communication only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from dtorch.blocks import LISTS, blocks, inside, stacked
-from dtorch.plans import Plan, Style, keep_ties, sizes
+from dtorch.blocks import LISTS, blocks, even_stages, inside, stacked
+from dtorch.mesh import DeviceMesh
+from dtorch.plans import STAGE_AXIS, Plan, Style, keep_ties, read, sizes, usual_axis
 
 _FROM_TRANSFORMERS = {
     "colwise": "colwise",
@@ -55,6 +57,37 @@ class Attention:
     @property
     def first(self) -> str:
         return (*self.queries, *self.fused)[0]
+
+
+def make_plan(module: torch.nn.Module, mesh: DeviceMesh, given: Any, roots: Sequence[str] = ("",)) -> Plan:
+    """The plan that ``distribute`` was given, read or derived for ``module``.
+
+    Args:
+        roots: names of the parts that are called; each is a stack of layers of its own.
+
+    Raises:
+        what ``distribute`` raises for a plan.
+    """
+    if given is None:
+        return Plan()
+    if isinstance(given, str):
+        if given != "auto":
+            raise ValueError(f"distribute: plan must be a dict, 'auto' or None, not {given!r}")
+        plan = Plan()
+        axis, expert = usual_axis(mesh), usual_axis(mesh, "expert")
+        if axis is not None or expert is not None:
+            plan = auto_plan(module, "" if axis is None else axis, "" if expert is None else expert)
+            plan.styles = {name: style for name, style in plan.styles.items() if style.axis != ""}
+        if STAGE_AXIS in (mesh.dim_names or ()):
+            for root in roots:
+                stages = even_stages(module.get_submodule(root), mesh.size(STAGE_AXIS))
+                plan.stages.update({f"{root}.{name}" if root else name: stage for name, stage in stages.items()})
+    elif isinstance(given, Mapping):
+        plan = read(module, mesh, given)
+    else:
+        raise TypeError(f"distribute: plan must be a dict, 'auto' or None, not {type(given).__name__}")
+    cut_at_heads(module, plan.styles, {style.axis: mesh.size(style.axis) for style in plan.styles.values()})
+    return plan
 
 
 def auto_plan(module: torch.nn.Module, axis: str | int, expert_axis: str | int) -> Plan:

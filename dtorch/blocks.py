@@ -15,9 +15,16 @@ def blocks(module: torch.nn.Module) -> list[str]:
     """Names of the layers that a model is a stack of, in order: the members of its outermost module lists."""
     found: list[str] = []
     for name, part in module.named_modules():
-        if isinstance(part, torch.nn.ModuleList) and not inside(name, found):
+        if _is_list(part) and not inside(name, found):
             found += [f"{name}.{key}" if name else key for key, child in part.named_children() if _has_weights(child)]
     return found
+
+
+def _is_list(part: torch.nn.Module) -> bool:
+    """A list of modules, or a bare module that stands for one by the names of its members, as made of a checkpoint's."""
+    if type(part) is torch.nn.Module:
+        return bool(part._modules) and all(key.isdigit() for key in part._modules)
+    return isinstance(part, torch.nn.ModuleList)
 
 
 def inside(name: str, others: Iterable[str]) -> bool:

@@ -15,12 +15,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dtorch.around import Back, Enter, Gather, Leave, Move, SplitTokens
-from dtorch.auto_plan import auto_plan, cut_at_heads
-from dtorch.blocks import all_stages, borders, even_stages, inside
+from dtorch.auto_plan import make_plan
+from dtorch.blocks import all_stages, borders, inside
 from dtorch.face import TorchTensor, faced
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement
-from dtorch.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, read, sizes, usual_axis
+from dtorch.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor
 
@@ -84,7 +84,7 @@ def distribute(
     roots, holder = _roots(module)
     for root in roots.values():
         _check_new(root, has_values=weights is None)
-    made = _plan(roots, holder, device_mesh, plan)
+    made = make_plan(holder, device_mesh, plan, list(roots))
     mesh_of = _stage_meshes(holder, made, device_mesh)
     wanted = placements(holder, made, mesh_of, device_mesh)
     session = current_session()
@@ -152,32 +152,6 @@ def _check_new(module: torch.nn.Module, has_values: bool) -> None:
             raise ValueError(
                 f"distribute: {name!r} is on the meta device, so it has no values: give weights=, or load them first"
             )
-
-
-# ---- which style, which stage
-
-
-def _plan(roots: dict[str, torch.nn.Module], holder: torch.nn.Module, mesh: DeviceMesh, given: Any) -> Plan:
-    if given is None:
-        return Plan()
-    if isinstance(given, str):
-        if given != "auto":
-            raise ValueError(f"distribute: plan must be a dict, 'auto' or None, not {given!r}")
-        plan = Plan()
-        axis, expert = usual_axis(mesh), usual_axis(mesh, "expert")
-        if axis is not None or expert is not None:
-            plan = auto_plan(holder, "" if axis is None else axis, "" if expert is None else expert)
-            plan.styles = {name: style for name, style in plan.styles.items() if style.axis != ""}
-        if STAGE_AXIS in (mesh.dim_names or ()):
-            for prefix, root in roots.items():
-                stages = even_stages(root, mesh.size(STAGE_AXIS))
-                plan.stages.update({f"{prefix}.{name}" if prefix else name: stage for name, stage in stages.items()})
-    elif isinstance(given, Mapping):
-        plan = read(holder, mesh, dict(given))
-    else:
-        raise TypeError(f"distribute: plan must be a dict, 'auto' or None, not {type(given).__name__}")
-    cut_at_heads(holder, plan.styles, {style.axis: mesh.size(style.axis) for style in plan.styles.values()})
-    return plan
 
 
 def _stage_meshes(holder: torch.nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, DeviceMesh]:

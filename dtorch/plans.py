@@ -7,6 +7,7 @@ is moved here.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -109,7 +110,7 @@ def parse(text: Any) -> tuple[Style | None, int | None]:
     return style, stage
 
 
-def read(module: torch.nn.Module, mesh: DeviceMesh, given: dict[Any, Any]) -> Plan:
+def read(module: torch.nn.Module, mesh: DeviceMesh, given: Mapping[Any, Any]) -> Plan:
     """The plan that a dict of patterns describes for ``module``, without what follows from attention's heads.
 
     Raises:
@@ -158,11 +159,11 @@ def matches(pattern: Any, names: list[str]) -> tuple[str, list[str]]:
     else:
         raise TypeError(f"distribute: a plan's keys are texts or compiled patterns, not {type(pattern).__name__}")
     if not matched:
-        raise ValueError(f"distribute: {text!r} matches no submodule or parameter{_near(text, names)}")
+        raise ValueError(f"distribute: {text!r} matches no submodule or parameter{near(text, names)}")
     return text, matched
 
 
-def _near(pattern: str, names: list[str]) -> str:
+def near(pattern: str, names: list[str]) -> str:
     """Names that look like ``pattern``, also by their last part."""
     close = get_close_matches(pattern, names, n=4, cutoff=0.6)
     if not close:

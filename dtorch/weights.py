@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from dtorch.auto_plan import make_plan
 from dtorch.checkpoint import Checkpoint, Stored, open_checkpoint
-from dtorch.distribute import _near, _styles, _wanted
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, Replicate, normalize
+from dtorch.plans import near
+from dtorch.plans import placements as split_of
 from dtorch.progress import Progress
 from dtorch.runtime.recorder import Signature
 from dtorch.runtime.template import dtype_of
@@ -149,7 +151,7 @@ def _chosen(checkpoint: Checkpoint, names: Any) -> list[str]:
     wanted = [names] if isinstance(names, str) else list(names)
     for name in wanted:
         if name not in every:
-            raise ValueError(f"{str(checkpoint.path)!r} has no tensor {name!r}{_near(name, every)}")
+            raise ValueError(f"{str(checkpoint.path)!r} has no tensor {name!r}{near(name, every)}")
     return wanted
 
 
@@ -169,7 +171,7 @@ def placements_of(tensors: dict[str, Stored], mesh: DeviceMesh, plan: Plan) -> d
         styles = {pattern: style for pattern, style in plan.items() if isinstance(style, str)}
         given = {pattern: where for pattern, where in plan.items() if not isinstance(where, str)}
     skeleton = _skeleton(tensors)
-    found = _wanted(skeleton, mesh, _styles(skeleton, mesh, styles)) if tensors else {}
+    found = split_of(skeleton, make_plan(skeleton, mesh, styles, ()), {}, mesh) if tensors else {}
     for pattern, where in given.items():
         matched = _matching(pattern, tensors)
         for name in matched:
@@ -187,7 +189,7 @@ def _matching(pattern: Any, tensors: dict[str, Stored]) -> list[str]:
     if not found:
         text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
         names = [*dict.fromkeys(name.rpartition(".")[0] for name in tensors if "." in name), *tensors]
-        raise ValueError(f"load_safetensors: {text!r} matches no tensor{_near(text, names)}")
+        raise ValueError(f"load_safetensors: {text!r} matches no tensor{near(text, names)}")
     return found
 
 

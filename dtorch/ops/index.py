@@ -282,6 +282,8 @@ def getitem(input: Tensor, index: Any) -> Tensor:
         IndexError: as torch, at once where it is known here.
     """
     kind = type(index)
+    if type(input) is not Tensor:  # a plain tensor, at an index that is on a mesh
+        input = as_tensor(input, next(v for v in (index if kind is tuple else (index,)) if isinstance(v, Tensor)))
     if kind is int and input.ndim:
         return select(input, 0, index)
     if kind is slice or (kind is tuple and index) or index is None or index is Ellipsis:
