@@ -109,7 +109,8 @@ def unpack(buffer: torch.Tensor, specs: Sequence[Spec], layout: MessageLayout) -
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a uint8 vector; of another tensor, that of a contiguous copy."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may come with any stride
 
 
 def _specs(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
