@@ -34,6 +34,8 @@ from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.face import TorchTensor
 from dtorch.distribute import distribute
+from dtorch.explain import explain
+from dtorch.explanation import Explanation
 from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
@@ -70,6 +72,7 @@ __all__ = [
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",
+    "Explanation",
     "HeldPiece",
     "Inspection",
     "MemoryStats",
@@ -96,6 +99,7 @@ __all__ = [
     "current_session",
     "distribute",
     "empty_init",
+    "explain",
     "from_pretrained",
     "init",
     "init_device_mesh",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m dtorch ops`` lists the op table, ``python -m dtorch doctor`` says what works here."""
+"""The command line: ``python -m dtorch ops`` lists the op table, ``doctor`` says what works here, ``explain`` what plans do."""
 
 from __future__ import annotations
 
@@ -21,8 +21,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops.add_argument("--missing", action="store_true", help="list torch's ops that have no row instead")
     doctor = commands.add_parser("doctor", help="versions, devices, data planes and a short self-test")
     doctor.add_argument("--no-test", action="store_true", help="start nothing")
+    explain = commands.add_parser(
+        "explain", help="what a plan does, before anything runs: placements, communication by layer, memory by device"
+    )
+    explain.add_argument("target", help="package.module:name or file.py:name (a module, or a function that makes one, or it "
+                         "and its inputs), script.py, or a directory with config.json")
+    explain.add_argument("--mesh", help="such as 2x3")
+    explain.add_argument("--axes", help="names of the mesh's axes, such as dp,tp (the default for two)")
+    explain.add_argument("--plan", default="auto", help='auto, none, or JSON: {"*.q_proj": "colwise"}')
+    explain.add_argument("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE",
+                         help="an example input, such as input_ids=1x16:int64; may be repeated")
+    explain.add_argument("--device", default="cpu", help="device type of the mesh")
+    explain.add_argument("--brief", action="store_true", help="one row for layers that are alike")
+    explain.add_argument("arguments", nargs="*", help="arguments of a script, after --")
     chosen = parser.parse_args(arguments)
     try:
+        if chosen.command == "explain":
+            return _explain(chosen)
         if chosen.command == "ops":
             return _missing() if chosen.missing else _ops()
         return _doctor(test=not chosen.no_test)
@@ -67,6 +82,23 @@ def _missing() -> int:
     for name in names:
         print(name)
     print(f"{len(names)} ops of torch have no row", file=sys.stderr)
+    return 0
+
+
+# ---- explain
+
+
+def _explain(chosen: argparse.Namespace) -> int:
+    from dtorch.explaining import UsageError, explain_target
+
+    try:
+        found = explain_target(
+            chosen.target, chosen.mesh, chosen.axes, chosen.plan, chosen.input, chosen.device, chosen.arguments
+        )
+    except (UsageError, ValueError, TypeError, FileNotFoundError) as error:
+        print(f"dtorch explain: {error}", file=sys.stderr)
+        return 2
+    print(found.text(brief=chosen.brief))
     return 0
 
 

@@ -9,7 +9,9 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from sys import _getframe
 from typing import Any
@@ -104,9 +106,16 @@ class Session:
         self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
         self._finished_beyond: set[int] = set()
+        self.thread = self._start(options)
+        # All workers draw alike, whatever the preloaded process has in its generator.
+        self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
+        self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
+        self._fetches = Fetches(self.recorder, self._pool, self._failures)
+
+    def _start(self, options: Options) -> ControllerThread:
         kinds = {"cpu", *self._virtual} if options.workers == "shared" else set()
         shared = frozenset(k for k in kinds if self._virtual.get(k, k) == "cpu")
-        self.thread = ControllerThread(
+        return ControllerThread(
             Controller(self.number, shared),
             self,
             entry="dtorch.worker:main",
@@ -117,10 +126,6 @@ class Session:
             listen=options.listen,
             start_timeout_s=options.start_timeout_s,
         )
-        # All workers draw alike, whatever the preloaded process has in its generator.
-        self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
-        self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
-        self._fetches = Fetches(self.recorder, self._pool, self._failures)
 
     # ---- meshes and specs
 
@@ -474,11 +479,22 @@ def _refresh(tensor: Tensor) -> None:
 
 _session: Session | None = None
 _guard = threading.RLock()
+_own: ContextVar[Session | None] = ContextVar("dtorch_session", default=None)
+
+
+@contextmanager
+def using(session: Session) -> Iterator[None]:
+    """Inside, ``session`` is the one in use, whatever the default is. Belongs to the running task."""
+    token = _own.set(session)
+    try:
+        yield
+    finally:
+        _own.reset(token)
 
 
 def current_session() -> Session:
     """The session in use; started now if there is none."""
-    session = _session
+    session = _own.get() or _session
     if session is not None and session.recorder.closed is None:
         return session
     with _guard:  # two threads that both find none must not end each other's
@@ -533,6 +549,9 @@ def init(
         raise ValueError(
             f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
         )
+    own = _own.get()
+    if own is not None:
+        return own
     options = Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s)
     with _guard:
         shutdown()

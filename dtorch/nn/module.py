@@ -26,6 +26,11 @@ _forward_hooks = _torch._global_forward_hooks
 _forward_pre_hooks = _torch._global_forward_pre_hooks
 
 
+watchers: list[Callable[[Any, bool], None]] = []
+"""Called with a module before (True) and after (False) its call, ``redistribute_input`` and ``_output`` included; while
+somebody explains or measures what modules do."""
+
+
 class _IsParameter(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, Tensor):
@@ -116,6 +121,17 @@ class Module(torch.nn.Module):
         return self.forward(*args, **kwargs)
 
     def _call_placed(self, *args: Any, **kwargs: Any) -> Any:
+        if not watchers:
+            return self._placed(args, kwargs)
+        for watch in watchers:
+            watch(self, True)
+        try:
+            return self._placed(args, kwargs)
+        finally:
+            for watch in watchers:
+                watch(self, False)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.redistribute_input is not None:
             placed = self.redistribute_input(*args)
             args = placed if isinstance(placed, tuple) else (placed,)
