@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import torch
 
-from dtorch.distribute import _near
 from dtorch.explain import explain, explain_script
 from dtorch.explanation import Explanation
 from dtorch.mesh import DeviceMesh, init_device_mesh
+from dtorch.plans import near
 from dtorch.pretrained import empty_module
 
 AXES = {1: ("tp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
@@ -104,7 +104,7 @@ def _attribute(module: Any, name: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
-            raise UsageError(f"{module.__name__} has no {name!r}{_near(part, names)}")
+            raise UsageError(f"{module.__name__} has no {name!r}{near(part, names)}")
         found = getattr(found, part)
     return found
 
