@@ -132,6 +132,17 @@ def wrote(target: Tensor) -> None:
         _write_back(target)
 
 
+def mutated(tensors: Sequence[Tensor], inputs: Sequence[int]) -> None:
+    """A call wrote into some of its tensors: values fetched before are old, and so are views of them."""
+    tensors[0]._spec.session.num_mutations += 1
+    if not LIVE:
+        return
+    specs = [tensors[i]._spec for i in inputs]
+    for i, spec in zip(inputs, specs, strict=True):
+        tensors[i]._spec = spec  # it holds what was written, whatever an earlier round says
+        wrote(tensors[i])
+
+
 def _write_back(tensor: Tensor) -> None:
     spec, slot = tensor._spec, tensor._slot
     link: Link = tensor._link

@@ -68,6 +68,7 @@ class Call:
     mesh_shape: tuple[int, ...]
     axis: int = 0  # the mesh axis a rule is asked about
     mutates: tuple[int, ...] = ()  # inputs that the op writes into beside its results (running statistics)
+    itself: int | None = None  # the one of these that is also the result
     axis_names: tuple[str, ...] = ()  # of the mesh, when it has names
     is_nested: bool = False  # the result is a tree of which the outputs are the leaves
 

@@ -50,6 +50,7 @@ class Op:
         numbers: argument positions and names whose numbers vary from call to call; True: all numbers.
         random: draws from the session's generator.
         is_view: the result shares memory with input 0 where it is computed without communication.
+        mutates: which inputs a call writes into beside its results without torch saying so; others are found by themselves.
         stand_in: what infers shapes in place of ``fn``, for ops whose shapes depend on values.
     """
 
@@ -64,6 +65,7 @@ class Op:
         numbers: frozenset[int | str] | bool = False,
         random: bool = False,
         is_view: bool = False,
+        mutates: Callable[[Call], tuple[int, ...]] | None = None,
         stand_in: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
@@ -74,6 +76,7 @@ class Op:
         self.numbers = numbers
         self.random = random
         self.is_view = is_view
+        self.mutates = mutates
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
         self._ways = Ways(self)
@@ -152,6 +155,10 @@ class Op:
                 return done[0]
         sig.has_ints = any(type(number) is int for number in nums)
         made = self.emit(sig, (*ins, *nums), source(frame), args)
+        if sig.mutates:
+            tensors = _tensors_of((args, kwargs))
+            mutated(tensors, sig.mutates)
+            return made if sig.itself is None else tensors[sig.itself]
         if sig.links is not None:
             tensors = _tensors_of((args, kwargs))
             return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
@@ -294,7 +301,7 @@ class Op:
         if session.num_signatures > MAX_SIGNATURES:
             session.forget_signatures()  # before the new one is made, which would be forgotten too
         sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
-        if self.writes is None and any(o.alias is not None for o in call.outputs):
+        if self.writes is None and call.itself is None and any(o.alias is not None for o in call.outputs):
             self._link(sig, call, found, tensors)
         self.cache[key] = sig
         return None, sig
@@ -318,6 +325,8 @@ class Op:
         for i in mutates:
             if moved[i] is not tensors[i]:
                 tensors[i].copy_(moved[i].redistribute(tensors[i].placements))
+        if mutates and any(made is moved[i] for i in mutates):
+            return next(tensors[i] for i in mutates if made is moved[i])
         if self.writes is not None and moved[self.writes] is not tensors[self.writes]:
             return tensors[self.writes].copy_(made)
         if self.writes is None:
@@ -385,9 +394,11 @@ class Op:
             raise TypeError(f"{self.name} does not give a tensor")
         mesh = tensors[0]._spec.mesh
         call = Call(
-            self.name, call_args, call_kwargs, tuple(infos), outputs, tuple(mesh.shape),
-            mutates=tuple(mutates), axis_names=mesh.dim_names or (), is_nested=is_nested,
+            self.name, call_args, call_kwargs, tuple(infos), outputs, tuple(mesh.shape), mutates=tuple(mutates),
+            itself=next((i for i in mutates if result is metas[i]), None), axis_names=mesh.dim_names or (), is_nested=is_nested,
         )  # fmt: skip
+        if self.mutates is not None:
+            call.mutates = tuple(sorted({*call.mutates, *self.mutates(call)}))
         return call, tree_args, tree_kwargs, finish
 
     def _link(self, sig: Signature, call: Call, found: Fit, tensors: list[Any]) -> None:
@@ -460,8 +471,7 @@ class Op:
         session.know_signature(
             sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random
         )
-        if call.mutates:
-            finish = _noting(session, finish)
+        sig.mutates, sig.itself = call.mutates, call.itself
         sig.specs, sig.spec, sig.finish = specs, None, finish
         if self.writes is not None:
             sig.finish, sig.shape = None, IN_PLACE
@@ -494,16 +504,6 @@ class Op:
                 legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
         legal.append("all Replicate")
         return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
-
-
-def _noting(session: Any, finish: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-    """``finish`` for an op that writes into its inputs beside making results: values fetched before are then old."""
-
-    def call(outs: list[Any]) -> Any:
-        session.num_mutations += 1
-        return outs[0] if finish is None else finish(outs)
-
-    return call
 
 
 def _unmixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
@@ -585,7 +585,7 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
     return tree
 
 
-from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, refresh_all, wrote  # noqa: E402
+from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, mutated, refresh_all, wrote  # noqa: E402
 from dtorch.ops._out import write_out  # noqa: E402
 from dtorch.ops._ways import Ways  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

@@ -123,8 +123,18 @@ row("softmin", _softmax("softmin"), places="torch.nn.functional")
 row("layer_norm", _last_dims("layer_norm", 4, 3))
 row("rms_norm", _last_dims("rms_norm", 3, None))
 row("group_norm", _group_norm)
-row("instance_norm", _instance_norm, places="torch.nn.functional")
-row("batch_norm", _batch_norm)
+def _running(call: Call) -> tuple[int, ...]:
+    """The running statistics, when the call updates them; torch writes them without counting it as a change."""
+    is_functional = call.name.startswith("torch.nn.functional")
+    at, flag = ((1, 2) if is_functional else (3, 4)), call.arg(5, "training", False)
+    if "instance_norm" in call.name:
+        flag = call.arg(5, "use_input_stats", True)
+    found = (index_of(call, at[0], "running_mean"), index_of(call, at[1], "running_var"))
+    return tuple(i for i in found if i is not None) if flag else ()
+
+
+row("instance_norm", _instance_norm, mutates=_running, places="torch.nn.functional")
+row("batch_norm", _batch_norm, mutates=_running)
 
 
 @composite(torch.nn.functional.normalize, functional="normalize")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtorch.ops._call import FLAT, Rule, flat_tensors
+from dtorch.ops._call import FLAT, Call, Rule, flat_tensors
 from dtorch.ops._choose import Verify
 from dtorch.ops._op import Op
 from dtorch.tensor import TORCH
@@ -49,6 +49,7 @@ def row(
     is_view: bool = False,
     in_place: bool = True,
     writes: int | None = None,
+    mutates: Callable[[Call], tuple[int, ...]] | None = None,
     places: str = "torch torch.Tensor torch.nn.functional torch.special torch.linalg torch.fft",
 ) -> None:
     """Add ops.
@@ -59,12 +60,13 @@ def row(
         numbers: arguments whose numbers vary from call to call; True for all.
         in_place: also add ``name_`` where torch has it; it writes its first tensor.
         writes: the tensor that the op itself writes in place.
+        mutates: of a call, inputs that it writes beside its results; needed where torch does not count such a write.
         places: where to look for the name.
     """
     for name in names.split() if isinstance(names, str) else names:
         found = False
         for place in places.split():
-            found |= _add(place, name, rule, numbers, verify, random, is_view, writes)
+            found |= _add(place, name, rule, numbers, verify, random, is_view, writes, mutates)
         if in_place:
             for place in ("torch", "torch.Tensor", "torch.nn.functional"):
                 _add(place, f"{name}_", rule, numbers, verify, random, is_view, 0)
@@ -81,6 +83,7 @@ def _add(
     random: bool,
     is_view: bool,
     writes: int | None,
+    mutates: Callable[[Call], tuple[int, ...]] | None = None,
 ) -> bool:
     fn = getattr(_PLACES[place], name, None)
     if fn is None or not callable(fn):
@@ -88,7 +91,9 @@ def _add(
     full = f"{place}.{name}"
     op = TORCH.get(fn)
     if op is None:
-        op = Op(full, fn, rule, numbers=numbers, verify=verify, writes=writes, random=random, is_view=is_view)
+        op = Op(
+            full, fn, rule, numbers=numbers, verify=verify, writes=writes, random=random, is_view=is_view, mutates=mutates
+        )
         OPS[full] = op
         TORCH[fn] = op
     if place == "torch":

@@ -37,7 +37,7 @@ MAX_IN_FLIGHT = 64
 class Signature:
     """What a recorded call needs to know about its (op, static arguments, input specs)."""
 
-    __slots__ = ("finish", "has_ints", "id", "links", "put", "recorder", "shape", "spec", "specs", "take")
+    __slots__ = ("finish", "has_ints", "id", "itself", "links", "mutates", "put", "recorder", "shape", "spec", "specs", "take")
 
     id: int
     recorder: Recorder
@@ -49,9 +49,12 @@ class Signature:
     finish: Any  # MANY: makes the user's tuple of the outputs
     has_ints: bool  # whether calls carry numbers that may be too large for a message
     links: tuple[int | None, ...] | None  # inputs that the outputs stand for views of, see ops/_alias.py; mostly None
+    mutates: tuple[int, ...]  # inputs that are written beside making results (running statistics); mostly ()
+    itself: int | None  # the one of these that is the result
 
     def __init__(self) -> None:
-        self.links = None
+        self.links = self.itself = None
+        self.mutates = ()
         self.has_ints = False
 
 
