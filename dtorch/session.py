@@ -26,6 +26,7 @@ from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, AskedTrace, Controller, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
+from dtorch.runtime.rewrite import RULES, chosen
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.tracing import Spans
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
@@ -65,6 +66,7 @@ class Options:
     sync: bool = False
     num_threads: int = 1
     start_timeout_s: float = 120.0
+    rules: tuple[str, ...] = tuple(RULES)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Session:
             worker_args={
                 "virtual": self._virtual,
                 "num_threads": options.num_threads,
+                "rules": options.rules,
             },
             listen=options.listen,
             start_timeout_s=options.start_timeout_s,
@@ -525,6 +528,8 @@ def init(
             bits of plain torch.
         start_timeout_s: how long a worker process may take to start before the session is given up (WorkerLostError).
 
+    DTORCH_REWRITE names the rules that rewrite workers' plans ("none": none), see ``dtorch.runtime.rewrite``.
+
     Raises:
         ValueError: an option has a value that it cannot have.
     """
@@ -549,10 +554,11 @@ def init(
         raise ValueError(
             f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
         )
+    rules = chosen(os.environ.get("DTORCH_REWRITE"))
     own = _own.get()
     if own is not None:
         return own
-    options = Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s)
+    options = Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules)
     with _guard:
         shutdown()
         _session = Session(options)

@@ -14,9 +14,10 @@ import torch
 from dtorch.ops.table import OPS, resolve
 from dtorch.runtime import kernels
 from dtorch.runtime.binding import Binder
-from dtorch.runtime.comm import CHUNKED_BYTES, Exchange, Gather, Place, Reduce, Request
+from dtorch.runtime.comm import CHUNKED_BYTES, Exchange, Gather, Place, Reduce, Request, within
 from dtorch.runtime.layout import coords, is_partial, is_shard, local_shape
 from dtorch.runtime.plan import Step
+from dtorch.runtime.rewrite.traits import writes_into
 from dtorch.runtime.safetensors import itemsize
 from dtorch.runtime.tracing import sent_bytes
 from dtorch.transport.messages import Definition, Layout, MeshInfo
@@ -75,7 +76,8 @@ class Meter:
         binder, definition = self._binder, step.definition
         bound = binder.bind(definition)
         assert bound is not None
-        assert bound.comm is not None
+        if bound.comm is None:  # each device finds all it needs on itself
+            return [], {}
         assert bound.members is not None
         generators: dict[Place, Any] = {}
         with torch.no_grad():
@@ -99,7 +101,7 @@ class Meter:
                     if count:
                         kinds[_NAMES[type(request)]] = None
                 if requests:
-                    answers = bound.comm.perform(bound.members, requests, True)
+                    answers = within(bound.comm.perform(bound.members, requests, True))
         return list(kinds), sent
 
     def _piece(self, layout: Layout, place: Place) -> torch.Tensor | None:
@@ -192,6 +194,7 @@ class _Memory:
     begin: int
     end: int | None = None
     slots: int = 1  # that still use it
+    is_viewed: bool = False
 
 
 def _memories(steps: Sequence[tuple[int, Step]], deaths: Iterable[tuple[int, int]]) -> list[_Memory]:
@@ -200,6 +203,7 @@ def _memories(steps: Sequence[tuple[int, Step]], deaths: Iterable[tuple[int, int
     made: list[_Memory] = []
     owner: dict[int, _Memory] = {}  # slot -> memory
     used: dict[int, int] = {}  # id of a memory -> its last use
+    takers: list[tuple[_Memory, list[_Memory]]] = []  # results of elementwise calls, and their inputs
 
     def drop(slot: int) -> None:
         memory = owner.pop(slot, None)
@@ -221,12 +225,18 @@ def _memories(steps: Sequence[tuple[int, Step]], deaths: Iterable[tuple[int, int
             if base is not None:
                 owner[slot] = base
                 base.slots += 1
+                base.is_viewed = True
             elif not (step.ins and is_view(step.definition)):  # a view of what was there before costs nothing
                 owner[slot] = _Memory(layout, position)
                 used[id(owner[slot])] = position
                 made.append(owner[slot])
+                if writes_into(step):
+                    takers.append((owner[slot], [owner[i] for i in step.ins if i in owner]))
     for _, slot in dying[at:]:
         drop(slot)
+    for memory, given in takers:
+        if any(g.end == memory.begin + 1 and g.layout == memory.layout and not g.is_viewed for g in given):
+            memory.begin += 1  # it takes the memory of an input that dies, as rewrite.reuse_memory has it
     return made
 
 

@@ -17,6 +17,7 @@ import torch
 from dtorch import creation
 from dtorch.ops import custom, table
 from dtorch.runtime.executor import Executor
+from dtorch.runtime.rewrite import RULES
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
@@ -39,7 +40,7 @@ def main(args: dict[str, Any]) -> None:
 
     Args:
         args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch); perhaps
-            folders (where sessions may read and write files).
+            folders (where sessions may read and write files) and rules (names of those that rewrite plans).
     """
     # In a thread of its own: the main thread may have been forked from a user's, with its modes of torch in force.
     outcome: list[BaseException] = []
@@ -86,7 +87,7 @@ async def _serve(args: dict[str, Any]) -> None:
         store = SessionStore(address, token, name)
         return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
 
-    executor = partial(Executor, folders=args.get("folders"))
+    executor = partial(Executor, folders=args.get("folders"), rules=tuple(args.get("rules", RULES)))
     worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow, executor=executor)
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
     spinner = Spinner(asyncio.get_running_loop())

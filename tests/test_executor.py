@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from dtorch.runtime.executor import Poison
-from dtorch.runtime.plan import KILL_BYTES
+from dtorch.runtime.poison import Poison
+from dtorch.runtime.rewrite.free_early import FREE_BYTES
 from dtorch.runtime.worker import Worker
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
@@ -202,14 +202,14 @@ def test_freed_slots_are_empty_at_the_end_of_the_batch(bench: Bench) -> None:
 
 def test_large_tensors_are_forgotten_after_their_last_use() -> None:
     """While the last call runs, the large tensor that only the first one needed is gone already."""
-    bench = Bench((KILL_BYTES,))
+    bench = Bench((FREE_BYTES,))
     alive: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
         alive.append(bench.held(1) is not None)
         return torch.neg(x)
 
-    bench.run([UPLOAD, 0, 0], data=[[1.0] * KILL_BYTES])
+    bench.run([UPLOAD, 0, 0], data=[[1.0] * FREE_BYTES])
     definition = Definition(50, "look", "local", [["t", 0]], {}, *[(Layout(1, bench.shape, "float32", (-1,)),)] * 2)
     TABLE["look"] = look
     try:

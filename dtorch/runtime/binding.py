@@ -13,6 +13,7 @@ from dtorch.runtime.comm import Comm, Members, Place
 from dtorch.runtime.cuts import as_seen, cutting
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels import Site
+from dtorch.runtime.kernels.into import into
 from dtorch.runtime.kernels.random import draw
 from dtorch.runtime.layout import coords
 from dtorch.transport.errors import ProtocolError
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
     from dtorch.transport.groups import Group
 
 
+FED = ("upload", "upload_shards", "read")
+"""Kernels that make a tensor out of bytes that all hosted places share."""
+
+
 @dataclass
 class Bound:
     """A definition made ready for the hosted places.
 
     Attributes:
         functions: hosted place index -> what runs there; places outside the definition's meshes are absent.
-        comm: present when the kernel communicates.
+        comm: present when it communicates.
         draws: the drawing part of a random op.
     """
 
@@ -37,6 +42,12 @@ class Bound:
     comm: Comm | None = None
     members: Members | None = None
     draws: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    communicates: bool = False
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the hosted places run it together."""
+        return self.communicates or self.draws is not None or self.kernel.name in FED
 
 
 class Binder:
@@ -71,6 +82,7 @@ class Binder:
         self.meshes: dict[int, MeshInfo] = {}
         self.definitions: dict[int, Definition] = {}
         self._bound: dict[int, Bound | None] = {}
+        self._into: dict[tuple[int, int], dict[int, Callable[..., Any]]] = {}
         self.places: list[Place] = []
         self.place_index: dict[Place, int] = {}
 
@@ -104,6 +116,8 @@ class Binder:
         for table in (self.definitions, self._bound):
             for sig in [s for s in table if s < below]:
                 del table[sig]
+        for key in [k for k in self._into if k[0] < below]:
+            del self._into[key]
 
     def bind(self, definition: Definition) -> Bound | None:
         """What this worker runs for a definition; None when it has no part in it."""
@@ -134,18 +148,19 @@ class Binder:
             hosts.update({(info.kind, d): w for d, w in zip(info.devices, info.workers, strict=True)})
         mine = [place for place in hosts if hosts[place] == self.worker]
         functions: dict[int, Callable[..., Any]] = {}
+        alone = kernel.alone(definition, infos) if kernel.alone is not None else None
         main_coords = dict(zip([(main.kind, d) for d in main.devices], coords(tuple(main.shape)), strict=True))
         seen = as_seen(definition)
         for place in mine:
             site = Site(seen, fn, infos, main, main_coords.get(place), place, self.device_of(place), self.files)
-            made = kernel.build(site)
+            made = (alone or kernel.build)(site)
             functions[self.place_index[place]] = made if seen is definition else cutting(made, definition, site)
-        bound = Bound(functions, kernel)
+        bound = Bound(functions, kernel, communicates=kernel.communicates and alone is None)
         if kernel.name == "random":
             bound.draws = draw(definition, fn, self.device_of(mine[0]) if mine else self.device_of((main.kind, 0)))
         elif not mine:
             return None
-        if kernel.communicates:
+        if bound.communicates:
             workers = tuple(sorted(set(hosts.values())))
             group = None
             if len(workers) > 1:
@@ -157,6 +172,19 @@ class Binder:
             source = infos[(definition.inputs or definition.outputs)[0].mesh]
             bound.members = Members(source)
         return bound
+
+    def bind_into(self, definition: Definition, position: int) -> dict[int, Callable[..., Any]]:
+        """Functions of an elementwise definition that write into input ``position`` where all inputs are contiguous."""
+        key = (definition.sig, position)
+        found = self._into.get(key)
+        if found is None:
+            bound = self.bind(definition)
+            assert bound is not None
+            places = {index: self.device_of(self.places[index]) for index in bound.functions}
+            found = self._into[key] = {
+                index: into(definition, position, fn, places[index]) for index, fn in bound.functions.items()
+            }
+        return found
 
     def _group(self, workers: tuple[int, ...], kind: str) -> Group:
         group = self._groups.get((workers, kind))

@@ -10,7 +10,7 @@ Reductions add in the order of the mesh axis, on every path, so a result does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,63 @@ class Reduce:
 
 
 Request = Exchange | Gather | Reduce
+
+Received = tuple[dict[int, list[torch.Tensor]], bool]
+"""Tensors by sending worker, and whether all of them are good."""
+
+
+@dataclass(slots=True)
+class Wire:
+    """What the places of this worker have for those of other workers, and want from them: one exchange of the group.
+
+    Attributes:
+        sends: tensors by receiving worker.
+        wanted: (shape, dtype) by sending worker.
+        ok: what is sent is good.
+    """
+
+    sends: dict[int, list[torch.Tensor]]
+    wanted: dict[int, list[tuple[tuple[int, ...], torch.dtype]]]
+    ok: bool
+
+
+Answers = Generator[Wire, Received, tuple[dict[Place, Any], bool]]
+"""Yields what must go through the group; returns an answer a place, and whether all that came was good."""
+
+
+def within(answers: Answers) -> dict[Place, Any]:
+    """The answers of requests that concern no other worker."""
+    try:
+        next(answers)
+    except StopIteration as stop:
+        found: dict[Place, Any] = stop.value[0]
+        return found
+    raise AssertionError("one worker hosts all places here")
+
+
+def merged(wires: Sequence[Wire]) -> Wire:
+    """Several exchanges as one. Each keeps a status of its own: a flag behind its tensors in every message."""
+    sends: dict[int, list[torch.Tensor]] = {}
+    wanted: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+    for wire in wires:
+        for worker, tensors in wire.sends.items():
+            sends.setdefault(worker, []).extend([*tensors, torch.tensor([wire.ok], dtype=torch.uint8)])
+        for worker, specs in wire.wanted.items():
+            wanted.setdefault(worker, []).extend([*specs, ((1,), torch.uint8)])
+    return Wire(sends, wanted, True)
+
+
+def split(received: Received, wires: Sequence[Wire]) -> list[Received]:
+    """What came in answer to ``merged(wires)``, for each of them."""
+    rest = {worker: iter(tensors) for worker, tensors in received[0].items()}
+    found: list[Received] = []
+    for wire in wires:
+        mine, good = {}, received[1]
+        for worker, specs in wire.wanted.items():
+            mine[worker] = [next(rest[worker]) for _ in specs]
+            good = bool(next(rest[worker])[0]) and good
+        found.append((mine, good))
+    return found
 
 
 def _detached(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
@@ -157,10 +214,13 @@ class Comm:
         self._me = me
         self._device_of = device_of
         self._through_host = group is not None and not group.takes_cuda
-        self.ok = True  # nothing received so far was marked as bad
         self.sent_bytes = 0  # by hosted devices to other devices, in this process or another
 
-    def perform(self, members: Members, requests: dict[Place, Request], ok: bool) -> dict[Place, Any]:
+    @property
+    def group(self) -> Group | None:
+        return self._group
+
+    def perform(self, members: Members, requests: dict[Place, Request], ok: bool) -> Answers:
         """Answer one round of requests, one a hosted place, all of one kind."""
         first = next(iter(requests.values()))
         if isinstance(first, Exchange):
@@ -169,7 +229,7 @@ class Comm:
             return self._gather(members, requests, ok)  # type: ignore[arg-type]
         return self._reduce(members, requests, ok)  # type: ignore[arg-type]
 
-    def _exchange(self, requests: dict[Place, Exchange], ok: bool) -> dict[Place, list[torch.Tensor]]:
+    def _exchange(self, requests: dict[Place, Exchange], ok: bool) -> Answers:
         boxes: dict[tuple[Place, Place], list[torch.Tensor]] = {}
         remote: list[tuple[Place, Place, int, torch.Tensor]] = []
         for src in self._mine:
@@ -182,8 +242,9 @@ class Comm:
                     k = count.get(dst, 0)
                     count[dst] = k + 1
                     remote.append((src, dst, k, tensor))
+        good = True
         if self._group is not None:
-            self._remote(requests, remote, boxes, ok)
+            good = yield from self._remote(requests, remote, boxes, ok)
         taken: dict[tuple[Place, Place], int] = {}
         answers: dict[Place, list[torch.Tensor]] = {}
         for dst in self._mine:
@@ -193,7 +254,7 @@ class Comm:
                 taken[src, dst] = k + 1
                 got.append(boxes[src, dst][k])
             answers[dst] = got
-        return answers
+        return answers, good
 
     def _remote(
         self,
@@ -201,8 +262,7 @@ class Comm:
         remote: list[tuple[Place, Place, int, torch.Tensor]],
         boxes: dict[tuple[Place, Place], list[torch.Tensor]],
         ok: bool,
-    ) -> None:
-        assert self._group is not None
+    ) -> Generator[Wire, Received, bool]:
         sends: dict[int, list[torch.Tensor]] = {}
         for _, dst, _, tensor in sorted(remote, key=lambda r: r[:3]):
             sends.setdefault(self._host_of[dst], []).append(tensor.cpu() if self._through_host else tensor)
@@ -218,13 +278,13 @@ class Comm:
         for entries in expected.values():
             entries.sort(key=lambda e: e[:3])
         wanted = {worker: [(e[3], e[4]) for e in entries] for worker, entries in expected.items()}
-        received, good = self._group.exchange(sends, wanted, ok)
-        self.ok = self.ok and good
+        received, good = yield Wire(sends, wanted, ok)
         for worker, entries in expected.items():
             for (src, dst, _, _, _), tensor in zip(entries, received[worker], strict=True):
                 boxes.setdefault((src, dst), []).append(tensor.to(self._device_of(dst)))
+        return good
 
-    def _gather(self, members: Members, requests: dict[Place, Gather], ok: bool) -> dict[Place, list[torch.Tensor]]:
+    def _gather(self, members: Members, requests: dict[Place, Gather], ok: bool) -> Answers:
         exchanges: dict[Place, Exchange] = {}
         for place in self._mine:
             request = requests[place]
@@ -237,7 +297,7 @@ class Comm:
                 [(other, shape) for other, shape in zip(line, request.shapes, strict=True) if other != place],
                 request.dtype,
             )
-        got = self._exchange(exchanges, ok)
+        got, good = yield from self._exchange(exchanges, ok)
         answers: dict[Place, list[torch.Tensor]] = {}
         for place in self._mine:
             request = requests[place]
@@ -247,18 +307,18 @@ class Comm:
             others = iter(got[place])
             line = members.along(place, request.axes)
             answers[place] = [request.tensor if other == place else next(others) for other in line]
-        return answers
+        return answers, good
 
-    def _reduce(self, members: Members, requests: dict[Place, Reduce], ok: bool) -> dict[Place, torch.Tensor | None]:
+    def _reduce(self, members: Members, requests: dict[Place, Reduce], ok: bool) -> Answers:
         first = next(iter(requests.values()))
         num = members.num_along(first.axes)
         size_bytes = math.prod(first.shape) * first.dtype.itemsize
         if self._group is not None and num > 2 and size_bytes > CHUNKED_BYTES:
-            return self._reduce_in_chunks(members, requests, num, ok)
+            return (yield from self._reduce_in_chunks(members, requests, num, ok))
         gathers: dict[Place, Request] = {
             place: Gather(r.tensor, r.axes, [r.shape] * num, r.dtype) for place, r in requests.items()
         }
-        got = self._gather(members, gathers, ok)  # type: ignore[arg-type]
+        got, good = yield from self._gather(members, gathers, ok)  # type: ignore[arg-type]
         answers: dict[Place, torch.Tensor | None] = {}
         shared: dict[tuple[Place, ...], torch.Tensor] = {}
         for place in self._mine:
@@ -272,11 +332,11 @@ class Comm:
                 answers[place] = total
             else:
                 answers[place] = total.clone()
-        return answers
+        return answers, good
 
     def _reduce_in_chunks(
         self, members: Members, requests: dict[Place, Reduce], num: int, ok: bool
-    ) -> dict[Place, torch.Tensor | None]:
+    ) -> Answers:
         first = next(iter(requests.values()))
         count = math.prod(first.shape)
         chunk = -(-count // num)
@@ -295,7 +355,7 @@ class Comm:
                 [(other, (stop - start,)) for other in line if other != place],
                 first.dtype,
             )
-        parts = self._exchange(scatter, ok)
+        parts, good = yield from self._exchange(scatter, ok)
         gathers: dict[Place, Gather] = {}
         for place in self._mine:
             if place not in lines:
@@ -306,5 +366,6 @@ class Comm:
             own = flat[place][slice(*cuts[line.index(place)])]
             total = fold([own if other == place else next(others) for other in line], first.op)
             gathers[place] = Gather(total, first.axes, [(stop - start,) for start, stop in cuts], first.dtype)
-        got = self._gather(members, gathers, ok)
-        return {p: torch.cat(got[p]).reshape(first.shape) if p in lines else None for p in self._mine}
+        got, also_good = yield from self._gather(members, gathers, ok and good)
+        answers = {p: torch.cat(got[p]).reshape(first.shape) if p in lines else None for p in self._mine}
+        return answers, good and also_good

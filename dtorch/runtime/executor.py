@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtorch.runtime.binding import Binder, Bound
+from dtorch.runtime import joint
+from dtorch.runtime.binding import Binder
 from dtorch.runtime.comm import Place
 from dtorch.runtime.files import FileAccess
-from dtorch.runtime.layout import coords, local_shape
+from dtorch.runtime.lowering import lower
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
     BINARY,
@@ -26,20 +27,20 @@ from dtorch.runtime.plan import (
     SCALAR,
     TERNARY,
     UNARY,
+    Begun,
+    Finish,
     Joint,
     Local,
     Plan,
     Replay,
     Run,
-    Step,
-    append,
     decode_body,
-    instruction,
-    last_uses,
     steps_of,
 )
-from dtorch.runtime.template import dtype_of
-from dtorch.runtime.tracing import BATCH, COMMUNICATION, COMPUTE, COPY, FREE, PLAN, Tracer, sent_bytes
+from dtorch.runtime.poison import Poison
+from dtorch.runtime.rewrite import RULES, rewrite
+from dtorch.runtime.rewrite.block import Block
+from dtorch.runtime.tracing import BATCH, COMPUTE, FREE, PLAN, Tracer
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
 
@@ -50,19 +51,6 @@ MAX_PLANNED_CALLS = 32 * 1024
 """Calls in all compiled plans kept (about 0.7 KiB each); the oldest plans go first."""
 MAX_BODIES_SEEN = 4096
 """Hashes of bodies that were met once. Only a body that comes again is worth a kept plan."""
-
-
-_FED = ("upload", "upload_shards", "read")
-"""Kernels that make a tensor out of bytes that all hosted places share."""
-
-
-class Poison:
-    """Stands where a tensor should be. ``error`` is the failure's number on this worker; -1: it happened elsewhere."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: int) -> None:
-        self.error = error
 
 
 @dataclass
@@ -84,6 +72,7 @@ class Executor:
         make_group: process group of a set of workers.
         report: called with every failure.
         folders: where the session may read and write files; None: anywhere.
+        rules: names of the rules that rewrite plans.
     """
 
     def __init__(
@@ -95,10 +84,12 @@ class Executor:
         make_group: Callable[[tuple[int, ...], str], Group],
         report: Callable[[Failure], None],
         folders: Sequence[str] | None = None,
+        rules: tuple[str, ...] = tuple(RULES),
     ) -> None:
         self.session = session
         self.worker = worker
         self._report = report
+        self._rules = rules
         self.binder = Binder(worker, resolve, device_of, make_group)
         self.meshes, self.places = self.binder.meshes, self.binder.places
         self._place_index = self.binder.place_index
@@ -214,41 +205,16 @@ class Executor:
     def _compile(self, body: bytes) -> Plan:
         calls, frees = decode_body(body)
         steps = steps_of(calls, self.binder.definitions)
-        kills = last_uses(steps, frees)
-        parts: list[Local | Joint | Replay] = []
-        highest = -1
-        for position, step in enumerate(steps):
-            highest = max([highest, *step.outs, *step.ins])
+        dying = frozenset(slot for _, slots in frees for slot in slots)
+        block = rewrite(Block(tuple(steps), dying, self.meshes), self._rules)
+        final = [(hosted, slots) for mesh, slots in frees if (hosted := self.binder.hosted(mesh))]
+        named = [slot for step in steps for slot in (*step.outs, *step.ins)]
+        for step in steps:
             if step.definition.kernel == "program":
-                program = self._program(step.definition.sig)
-                parts.append(Replay(step, program))
-                highest = max([highest, *(slot for _, slot in (*program.program.captured, *program.program.kept))])
-                if position in kills:
-                    parts.append(Local({i: [_killing(kills[position], step.index)] for i in program.places}))
-                continue
-            bound = self.binder.bind(step.definition)
-            if bound is None:
-                continue
-            if bound.kernel.communicates or bound.draws is not None or bound.kernel.name in _FED:
-                parts.append(Joint(step, bound))
-                if position in kills:
-                    parts.append(Local({i: [_killing(kills[position], step.index)] for i in bound.functions}))
-                continue
-            local = parts[-1] if parts else None
-            if not isinstance(local, Local):
-                local = Local({})
-                parts.append(local)
-            for index, fn in bound.functions.items():
-                runs = local.runs.setdefault(index, [])
-                append(runs, *instruction(step, fn), step.index)
-                for slot in kills.get(position, ()):
-                    append(runs, KILL, (slot,), step.index)
-        final = []
-        for mesh, slots in frees:
-            hosted = self.binder.hosted(mesh)
-            if hosted:
-                final.append((hosted, slots))
-                highest = max([highest, *slots])
+                program = self._program(step.definition.sig).program
+                named += [slot for _, slot in (*program.captured, *program.kept)]
+        parts = lower(block.items, self.binder, self._program)
+        highest = max([-1, *named, *(slot for _, slots in final for slot in slots)])
         return Plan(parts, final, highest + 1, len(steps), tuple(step.definition.sig for step in steps))
 
     # ---- execution
@@ -287,12 +253,17 @@ class Executor:
             if type(part) is Local:
                 for index, runs in part.runs.items():
                     self._run_local(index, runs)
-                if memory.watching:
-                    memory.observe()
-            elif type(part) is Replay:
-                self._replay(part)
+            elif type(part) is Joint:
+                joint.run(self, part, self._uploads)
+            elif type(part) is Begun:
+                part.flight = joint.Flight(self, part.joints)
+            elif type(part) is Finish:
+                part.begun.flight.finish()
+                part.begun.flight = None
             else:
-                self._run_joint(part)  # type: ignore[arg-type]
+                self._replay(part)  # type: ignore[arg-type]
+            if memory.watching:
+                memory.observe()
 
     def _run_local(self, index: int, runs: list[Run]) -> None:
         s = self.stores[index]
@@ -344,11 +315,11 @@ class Executor:
             outs, ins, writes = code[1:2], code[2:3] if form == SCALAR else code[2:], ()
         poison = next((s[i] for i in ins if type(s[i]) is Poison), None)
         if poison is None:
-            poison = self._fail(call, self.places[index], error)
+            poison = self.fail(call, self.places[index], error)
         for slot in (*outs, *(ins[w] for w in writes)):
             s[slot] = poison
 
-    def _fail(self, call: int, place: Place, error: BaseException) -> Poison:
+    def fail(self, call: int, place: Place, error: BaseException) -> Poison:
         if self._outer is not None:
             call = self._outer
         number = self._num_errors
@@ -363,154 +334,6 @@ class Executor:
         )
         return Poison(number)
 
-    def _run_joint(self, joint: Joint) -> None:
-        bound: Bound = joint.bound
-        try:
-            if bound.kernel.communicates:
-                self._run_generators(joint.step, bound)
-            elif bound.draws is not None:
-                self._run_random(joint.step, bound)
-            else:
-                self._run_upload(joint.step, bound)
-        except Exception as error:
-            place = self.places[next(iter(bound.functions))] if bound.functions else ("cpu", 0)
-            poison = self._fail(joint.step.index, place, error)
-            for index in bound.functions:
-                self._put_all(index, joint.step, poison)
-
-    def _put_all(self, index: int, step: Step, value: Any) -> None:
-        s = self.stores[index]
-        for slot in step.outs or [step.ins[w] for w in step.definition.writes]:
-            s[slot] = value
-
-    def _run_upload(self, step: Step, bound: Bound) -> None:
-        numbers = step.numbers
-        if bound.kernel.name == "read":  # with what devices have read: those with the same piece read it once
-            data: Any = {}
-        else:
-            data, numbers = self._uploads[numbers[0]], ()
-        for index, fn in bound.functions.items():
-            began = 0 if self.tracer is None else self.tracer.mark(index)
-            made = self.stores[index][step.outs[0]] = fn(data, *numbers)
-            if self.tracer is not None:
-                self.tracer.add(COPY, index, step.index, began, self.tracer.mark(index), made.nbytes)
-
-    def _run_random(self, step: Step, bound: Bound) -> None:
-        assert bound.draws is not None
-        inputs: list[Any] | None = None
-        if bound.functions and step.ins:
-            s = self.stores[next(iter(bound.functions))]
-            inputs = [s[i] for i in step.ins]
-        poison = next((t for t in inputs or [] if type(t) is Poison), None)
-        if poison is not None:
-            for index in bound.functions:
-                self._put_all(index, step, poison)
-            return
-        first = next(iter(bound.functions), -1)
-        began = 0 if self.tracer is None else self.tracer.mark(first)
-        drawn = bound.draws(inputs, step.numbers)
-        for index, fn in bound.functions.items():
-            s = self.stores[index]
-            if self.tracer is not None and index != first:
-                began = self.tracer.mark(index)
-            result = fn(drawn, *[s[i] for i in step.ins])
-            if self.tracer is not None:
-                self.tracer.add(COMPUTE, index, step.index, began, self.tracer.mark(index))
-            if step.definition.writes:
-                continue
-            if len(step.outs) == 1:
-                s[step.outs[0]] = result
-            else:
-                for slot, value in zip(step.outs, result, strict=True):
-                    s[slot] = value
-
-    def _run_generators(self, step: Step, bound: Bound) -> None:
-        """Run a communicating kernel on all hosted places in lockstep.
-
-        A poisoned input is replaced by zeros of its shape, so that other workers' exchanges stay matched; what comes out is
-        poison again, here and, by the status that travels with each message, at its receivers.
-        """
-        comm, members = bound.comm, bound.members
-        assert comm is not None
-        assert members is not None
-        definition = step.definition
-        tracer = self.tracer
-        poison: Poison | None = None
-        generators: dict[Place, Any] = {}
-        index_of: dict[Place, int] = {}
-        for index, fn in bound.functions.items():
-            place = self.places[index]
-            s = self.stores[index]
-            values = []
-            for slot, layout in zip(step.ins, definition.inputs, strict=True):
-                info = self.meshes[layout.mesh]
-                if place[0] != info.kind or place[1] not in info.devices:
-                    continue
-                value = s[slot]
-                if type(value) is Poison:
-                    poison = value
-                    value = self._stand_in(place, layout)
-                values.append(value)
-            generators[place] = fn(*values, *step.numbers)
-            index_of[place] = index
-        # One device may write its piece before another has looked at what it was sent of it.
-        written = {
-            s[slot].untyped_storage().data_ptr()
-            for index in bound.functions
-            for s in (self.stores[index],)
-            for slot in (step.ins[w] for w in definition.writes)
-            if isinstance(s[slot], torch.Tensor)
-        }
-        comm.ok = True
-        results: dict[Place, Any] = {}
-        answers: dict[Place, Any] = dict.fromkeys(generators)
-        while generators:
-            requests = {}
-            for place in list(generators):
-                began = 0 if tracer is None else tracer.mark(index_of[place])
-                try:
-                    requests[place] = generators[place].send(answers[place])
-                except StopIteration as stop:
-                    results[place] = stop.value
-                    del generators[place]
-                if tracer is not None:
-                    tracer.add(COMPUTE, index_of[place], step.index, began, tracer.mark(index_of[place]))
-            if requests:
-                self.counters["exchanges"] += 1
-                for request in requests.values() if written else ():
-                    request.detach_from(written)
-                marks = {} if tracer is None else {place: tracer.mark(index_of[place]) for place in requests}
-                comm.sent_bytes = 0
-                answers = comm.perform(members, requests, poison is None)
-                self.counters["exchanged_bytes"] += comm.sent_bytes
-                if tracer is not None:
-                    for place, request in requests.items():
-                        num = members.num_along(getattr(request, "axes", ()))
-                        at = index_of[place]
-                        size = sent_bytes(request, num)
-                        tracer.add(COMMUNICATION, at, step.index, marks[place], tracer.mark(at), size)
-        if poison is None and not comm.ok:
-            poison = Poison(-1)
-        for place, result in results.items():
-            index = index_of[place]
-            if poison is not None:
-                self._put_all(index, step, poison)
-                continue
-            if definition.writes or result is None:
-                continue
-            s = self.stores[index]
-            if isinstance(result, torch.Tensor):
-                s[step.outs[0]] = result
-            else:
-                for slot, value in zip(step.outs, result, strict=True):
-                    s[slot] = value
-
-    def _stand_in(self, place: Place, layout: Any) -> torch.Tensor:
-        info = self.meshes[layout.mesh]
-        coord = coords(tuple(info.shape))[list(info.devices).index(place[1])]
-        shape = local_shape(tuple(layout.shape), tuple(layout.codes), tuple(info.shape), coord)
-        return torch.zeros(shape, dtype=dtype_of(layout.dtype), device=self.device_of(place))
-
     # ---- reading
 
     def held(self, slot: int, place: Place) -> Any:
@@ -524,11 +347,3 @@ class Executor:
 
     def hosts(self, place: Place) -> bool:
         return place in self._place_index
-
-
-def _killing(slots: list[int], call: int) -> Run:
-    run = Run(KILL)
-    for slot in slots:
-        run.code.append((slot,))
-        run.calls.append(call)
-    return run

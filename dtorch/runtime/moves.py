@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from dtorch.transport.messages import Definition, Layout, MeshInfo
+
 from .layout import (
     REPLICATE,
     Box,
@@ -318,3 +320,15 @@ def _plan(
         for place in {**sources, **targets}
     }
     return Moves(tuple(transfers), devices, sum(load.values()))
+
+
+def placed(mesh: MeshInfo, layout: Layout) -> Placed:
+    """A layout of a tensor on its mesh."""
+    return Placed(mesh.kind, tuple(mesh.devices), tuple(mesh.shape), tuple(layout.shape), tuple(layout.codes))
+
+
+def is_local(definition: Definition, meshes: dict[int, MeshInfo]) -> bool:
+    """Whether a redistribution needs no other device: nothing is reduced, and each finds all of its new piece in its old."""
+    source, target = (placed(meshes[x.mesh], x) for x in (definition.inputs[0], definition.outputs[0]))
+    plan = steps(source, target)
+    return source.same_mesh(target) and not plan.reduce_axes and plan_boxes(plan.middle, plan.target).is_local

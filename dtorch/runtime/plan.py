@@ -15,32 +15,33 @@ Store indices are slots. A local run is a list of instructions of one form, so t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from dtorch.runtime.template import dtype_of
 from dtorch.transport.errors import ProtocolError
-from dtorch.transport.messages import Definition, Layout
+from dtorch.transport.messages import Definition
 
 KILL, UNARY, BINARY, SCALAR, TERNARY, GENERAL = range(6)
 
-KILL_BYTES = 16 * 1024
-"""Tensors smaller than this live to the end of the batch: forgetting them earlier costs more than it frees."""
-
-
 @dataclass(frozen=True)
 class Step:
-    """One call, decoded."""
+    """One call, decoded.
+
+    Attributes:
+        release: slots to forget right after it.
+        into: position of the input whose memory the output takes, where it fits.
+    """
 
     index: int  # in the batch
     definition: Definition
     outs: tuple[int, ...]
     ins: tuple[int, ...]
     numbers: tuple[Any, ...]
+    release: tuple[int, ...] = ()
+    into: int | None = None
 
 
 @dataclass
@@ -68,6 +69,23 @@ class Joint:
 
 
 @dataclass
+class Begun:
+    """Joint calls that begin here and end at the ``Finish`` that holds this object.
+
+    Attributes:
+        flight: what is under way (``joint.Flight``), between the two.
+    """
+
+    joints: list[Joint]
+    flight: Any = None
+
+
+@dataclass
+class Finish:
+    begun: Begun
+
+
+@dataclass
 class Replay:
     """A call that replays a program (``executor.CompiledProgram``)."""
 
@@ -77,7 +95,7 @@ class Replay:
 
 @dataclass
 class Plan:
-    parts: list[Local | Joint | Replay]
+    parts: list[Local | Joint | Begun | Finish | Replay]
     frees: list[tuple[tuple[int, ...], list[int]]]  # hosted places, slots to forget at the end
     num_slots: int  # stores must be at least this long
     num_calls: int
@@ -111,30 +129,6 @@ def steps_of(calls: Sequence[Sequence[Any]], definitions: dict[int, Definition])
             Step(index, definition, tuple(slots[:num_outs]), tuple(slots[num_outs:]), tuple(call[1 + len(slots) :]))
         )
     return steps
-
-
-def last_uses(steps: Sequence[Step], frees: Sequence[tuple[int, list[int]]]) -> dict[int, list[int]]:
-    """Step position -> slots of large tensors that are freed at the batch's end and not used after that step.
-
-    A freed slot that no step mentions is not listed: it goes at the end, before which nothing else needs its memory less.
-    """
-    dying = {slot for _, slots in frees for slot in slots}
-    seen: set[int] = set()
-    kills: dict[int, list[int]] = {}
-    for position in range(len(steps) - 1, -1, -1):
-        step = steps[position]
-        layouts = (*step.definition.outputs, *step.definition.inputs) if step.outs else step.definition.inputs
-        for slot, layout in zip((*step.outs, *step.ins), layouts, strict=True):
-            if slot in dying and slot not in seen:
-                seen.add(slot)
-                if size_bytes(layout) >= KILL_BYTES:
-                    kills.setdefault(position, []).append(slot)
-    return kills
-
-
-def size_bytes(layout: Layout) -> int:
-    """Bytes of the whole tensor, an upper bound for any device's piece."""
-    return math.prod(layout.shape) * dtype_of(layout.dtype).itemsize
 
 
 def instruction(step: Step, fn: Callable[..., Any]) -> tuple[int, tuple[Any, ...]]:

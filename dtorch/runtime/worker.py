@@ -11,8 +11,9 @@ import torch
 from typing_extensions import assert_never
 
 from dtorch.runtime.comm import Place
-from dtorch.runtime.executor import Executor, Poison
+from dtorch.runtime.executor import Executor
 from dtorch.runtime.layout import box, coords, slices
+from dtorch.runtime.poison import Poison
 from dtorch.runtime.template import dtype_name
 from dtorch.runtime.tracing import COPY, Tracer
 from dtorch.transport.bulk import open_blob
@@ -178,7 +179,7 @@ class Worker:
             pieces = self._pieces(executor, fetch, held)
         except Exception as error:
             # Such as no memory for the copy. The tensor itself is unharmed.
-            failure = executor._fail(-1, (mesh.kind, held[0][0]), error)
+            failure = executor.fail(-1, (mesh.kind, held[0][0]), error)
             return Value(executor.session, fetch.ticket, self.number, (), failure.error)
         return Value(executor.session, fetch.ticket, self.number, tuple(pieces))
 

@@ -32,6 +32,14 @@ DIRECT_BYTES = 1 << 20
 _ALIGN = 64
 
 
+class UnderWay(Protocol):
+    """An exchange that has begun. Its tensors must not be written before it is over."""
+
+    def wait(self) -> tuple[dict[int, list[torch.Tensor]], bool]:
+        """The outcome, as of :meth:`Group.exchange`. Called once."""
+        ...
+
+
 class Group(Protocol):
     """Workers that can exchange tensors.
 
@@ -60,6 +68,10 @@ class Group(Protocol):
         Raises:
             ConnectionLostError: a member is gone or did not take part in time. The group is of no use any more.
         """
+        ...
+
+    def start(self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool) -> UnderWay:
+        """Begin an exchange and do not wait for it. Exchanges are begun in one order by all members."""
         ...
 
     def close(self) -> None:
@@ -177,6 +189,9 @@ class GlooGroup(_Members):
     def exchange(
         self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool
     ) -> tuple[dict[int, list[torch.Tensor]], bool]:
+        return self.start(sends, receives, ok).wait()
+
+    def start(self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool) -> _GlooUnderWay:
         self._check_peers(sends, receives)
         incoming = {worker: _Incoming(_as_specs(specs)) for worker, specs in receives.items()}
         works: list[Any] = []
@@ -189,12 +204,9 @@ class GlooGroup(_Members):
                 for part in _outgoing(tensors, ok):
                     parts.append(part)
                     works.append(self._group().send([part], self._rank[worker], 0))
-            for work in works:
-                work.wait()
         except RuntimeError as error:
             raise ConnectionLostError(f"worker {self.me} lost a member of {self.members}: {error}") from error
-        good = all([message.ok() for message in incoming.values()])
-        return {worker: message.tensors() for worker, message in incoming.items()}, good
+        return _GlooUnderWay(self, works, parts, incoming)
 
     def _group(self) -> Any:
         if self._pg is None:
@@ -203,6 +215,24 @@ class GlooGroup(_Members):
 
     def close(self) -> None:
         self._pg = None
+
+
+class _GlooUnderWay:
+    def __init__(
+        self, group: GlooGroup, works: list[Any], parts: list[torch.Tensor], incoming: dict[int, _Incoming]
+    ) -> None:
+        self._group, self._works, self._parts, self._incoming = group, works, parts, incoming
+
+    def wait(self) -> tuple[dict[int, list[torch.Tensor]], bool]:
+        group = self._group
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise ConnectionLostError(f"worker {group.me} lost a member of {group.members}: {error}") from error
+        self._parts.clear()
+        good = all([message.ok() for message in self._incoming.values()])
+        return {worker: message.tensors() for worker, message in self._incoming.items()}, good
 
 
 def _outgoing(tensors: list[torch.Tensor], ok: bool) -> list[torch.Tensor]:
@@ -277,6 +307,9 @@ class NcclGroup(_Members):
     def exchange(
         self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool
     ) -> tuple[dict[int, list[torch.Tensor]], bool]:
+        return self.start(sends, receives, ok).wait()
+
+    def start(self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool) -> _NcclUnderWay:
         self._check_peers(sends, receives)
         if self._pg is None:
             raise ConnectionLostError(f"the group {self.members} is closed")
@@ -290,24 +323,42 @@ class NcclGroup(_Members):
         for worker, layout, piece in zip(self.members, out_layouts, torch.split(out, out_splits), strict=True):
             if layout.size_bytes:
                 pack(sends[worker], layout, ok, piece)
+        work = None
         if sum(out_splits) + sum(in_splits):
             try:
-                self._pg.alltoall_base(into, out, in_splits, out_splits).wait()
+                work = self._pg.alltoall_base(into, out, in_splits, out_splits)
             except RuntimeError as error:
                 raise ConnectionLostError(f"worker {self.me} lost a member of {self.members}: {error}") from error
         pieces = dict(zip(self.members, torch.split(into, in_splits), strict=True))
-        got, statuses = {}, []
-        for worker, layout in zip(self.members, in_layouts, strict=True):
-            if worker in receives:
-                got[worker] = unpack(pieces[worker], _as_specs(receives[worker]), layout)
-                if layout.size_bytes:
-                    statuses.append(pieces[worker][-1])
-        return got, bool(torch.stack(statuses).all()) if statuses else True
+        specs = {worker: _as_specs(given) for worker, given in receives.items()}
+        layouts = dict(zip(self.members, in_layouts, strict=True))
+        return _NcclUnderWay(self, work, out, pieces, specs, layouts)
 
     def close(self) -> None:
         if self._pg is not None:
             self._pg.abort()
             self._pg = None
+
+
+class _NcclUnderWay:
+    def __init__(
+        self, group: NcclGroup, work: Any, out: torch.Tensor, pieces: dict[int, torch.Tensor],
+        specs: dict[int, tuple[Spec, ...]], layouts: dict[int, MessageLayout],
+    ) -> None:
+        self._group, self._work, self._out, self._pieces = group, work, out, pieces
+        self._specs, self._layouts = specs, layouts
+
+    def wait(self) -> tuple[dict[int, list[torch.Tensor]], bool]:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise ConnectionLostError(
+                    f"worker {self._group.me} lost a member of {self._group.members}: {error}"
+                ) from error
+        got = {w: unpack(self._pieces[w], specs, self._layouts[w]) for w, specs in self._specs.items()}
+        statuses = [self._pieces[w][-1] for w in self._specs if self._layouts[w].size_bytes]
+        return got, bool(torch.stack(statuses).all()) if statuses else True
 
 
 def make_group(

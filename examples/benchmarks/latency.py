@@ -9,56 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from report import Row, add_json_option, compared, print_machine, print_table, table_output, write_json
 from timing import HERE, Samples, alternate, peers, per_op_us, process_s, torchrun
 
 import dtorch
 
 SECTIONS = ("record", "chain", "latency", "start", "peers")
-
-
-@dataclass
-class Row:
-    """One figure. ``others`` has a value, or text in its place, by the name of who reached it."""
-
-    name: str
-    unit: str
-    dtorch: float | None
-    note: str = ""
-    others: dict[str, float] = field(default_factory=dict)
-    samples: dict[str, Samples] = field(default_factory=dict)
-
-    @property
-    def ratio(self) -> float | None:
-        """dtorch against plain torch, medians."""
-        return self.dtorch / self.others["torch"] if self.dtorch is not None and "torch" in self.others else None
-
-    def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": self.name, "unit": self.unit, "dtorch": self.dtorch, **self.others}
-        if self.note:
-            found["note"] = self.note
-        if self.ratio is not None:
-            found["ratio_of_medians"] = self.ratio
-        if "torch" in self.samples and "dtorch" in self.samples:
-            found["ratio_of_best"] = self.samples["dtorch"].best / self.samples["torch"].best
-        found["samples"] = {name: samples.record() for name, samples in self.samples.items()}
-        return found
-
-
-def compared(name: str, unit: str, samples: dict[str, Samples]) -> Row:
-    """A row of the medians; the rival called "torch" is plain torch."""
-    others = {who: found.median for who, found in samples.items() if who != "dtorch"}
-    return Row(name, unit, samples["dtorch"].median, others=others, samples=samples)
 
 
 # ---- one op, recorded
@@ -82,6 +46,13 @@ def repeated(op: Callable[[], Any]) -> Callable[[int], Any]:
     return body
 
 
+def attention(x: Any, y: Any) -> Callable[[int], Any]:
+    """With keywords, as models call it."""
+    q, k, mask = x.view(1, 1, 4, 4), y.view(1, 1, 4, 4), x.view(1, 1, 4, 4) > 0
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return repeated(lambda: attend(q, k, k, attn_mask=mask, dropout_p=0.0, scale=0.5))
+
+
 def record(args: argparse.Namespace) -> list[Row]:
     """Time of the client's thread to record an op, against plain torch executing it."""
     mesh = dtorch.DeviceMesh("cpu", [0])
@@ -94,6 +65,7 @@ def record(args: argparse.Namespace) -> list[Row]:
         "record F.linear": lambda x, y: repeated(lambda: functional.linear(x, y)),
         "record x.view": lambda x, y: repeated(lambda: x.view(4, 2, 2)),
         "record x[:, 1:3]": lambda x, y: repeated(lambda: x[:, 1:3]),
+        "record F.scaled_dot_product_attention": attention,
     }
     rows = []
     for name, make in bodies.items():
@@ -239,36 +211,9 @@ def add_peers(rows: list[Row], args: argparse.Namespace) -> dict[str, str]:
     return outcome
 
 
-def print_table(rows: list[Row], outcome: dict[str, str], out: TextIO) -> None:
-    names = [name for name, how in outcome.items() if how == "measured"]
-    cells = [["figure", "unit", "dtorch", "torch", "ratio", *names, ""]]
-    for row in rows:
-        values = [row.dtorch, row.others.get("torch"), row.ratio, *(row.others.get(name) for name in names)]
-        cells.append([row.name, row.unit, *("-" if v is None else f"{v:.2f}" for v in values), row.note])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        text = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        text[2:-1] = [cell.rjust(width) for cell, width in zip(line[2:-1], widths[2:-1], strict=True)]
-        print("  ".join(text).rstrip(), file=out)
-    for name, how in outcome.items():
-        if how != "measured":
-            print(f"{name}: {how}", file=out)
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "dtorch": dtorch.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what an op costs, beside plain torch and others.")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures and all samples; - for standard output")
+    add_json_option(parser)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas (default: all)")
     parser.add_argument("--repetitions", type=int, default=7, help="of each figure (default: %(default)s)")
     parser.add_argument("--starts", type=int, default=5, help="starts of each program (default: %(default)s)")
@@ -282,11 +227,10 @@ def main() -> None:
     unknown = set(chosen) - set(SECTIONS)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    out = sys.stderr if args.json == "-" else sys.stdout
+    out = table_output(args.json)
 
     dtorch.init(workers="shared")
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=out, flush=True)
+    facts = print_machine(out)
     rows: list[Row] = []
     for section in (record, chain, latency, start):
         if section.__name__ in chosen:
@@ -294,13 +238,7 @@ def main() -> None:
     dtorch.shutdown()
     outcome = add_peers(rows, args) if "peers" in chosen else {}
     print_table(rows, outcome, out)
-    if args.json:
-        text = json.dumps({"machine": facts, "rows": [row.record() for row in rows], "peers": outcome}, indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            with open(args.json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+    write_json(args.json, facts, rows, outcome)
 
 
 if __name__ == "__main__":

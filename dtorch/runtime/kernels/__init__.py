@@ -19,7 +19,7 @@ import torch
 from dtorch.runtime.comm import Place, Request
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.layout import Box, box
-from dtorch.runtime.moves import Placed
+from dtorch.runtime.moves import Placed, placed
 from dtorch.runtime.template import Filler, bind, dtype_of
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import Definition, Layout, MeshInfo
@@ -69,10 +69,7 @@ class Site:
         return tuple(stop - start for start, stop in self.box(layout))
 
     def placed(self, layout: Layout) -> Placed:
-        mesh = self.meshes[layout.mesh]
-        return Placed(
-            mesh.kind, tuple(mesh.devices), tuple(mesh.shape), tuple(layout.shape), tuple(layout.codes)
-        )
+        return placed(self.meshes[layout.mesh], layout)
 
     def filler(self) -> Filler:
         shapes = [self.local_shape(o) for o in self.definition.outputs] if self.coord is not None else []
@@ -100,22 +97,34 @@ def num_numbers(definition: Definition) -> int:
     return sum(deep(a) for a in definition.args) + sum(deep(a) for a in definition.kwargs.values())
 
 
+Alone = Callable[[Definition, dict[int, MeshInfo]], Callable[[Site], Callable[..., Any]] | None]
+
+
 @dataclass(frozen=True)
 class Kernel:
+    """How a definition's work is done.
+
+    Attributes:
+        communicates: what ``build`` makes is a generator function.
+        alone: given a definition and its meshes, a builder of plain functions for when every device finds all it needs on
+            itself; None otherwise.
+    """
+
     name: str
     build: Callable[[Site], Callable[..., Any]]
     communicates: bool
+    alone: Alone | None = None
 
 
 KERNELS: dict[str, Kernel] = {}
 Build = TypeVar("Build", bound=Callable[[Site], Callable[..., Any]])
 
 
-def kernel(name: str, communicates: bool = False) -> Callable[[Build], Build]:
-    """Register a builder under ``name``; ``communicates``: what it builds is a generator function."""
+def kernel(name: str, communicates: bool = False, alone: Alone | None = None) -> Callable[[Build], Build]:
+    """Register a builder under ``name``; see ``Kernel``."""
 
     def register(build: Build) -> Build:
-        KERNELS[name] = Kernel(name, build, communicates)
+        KERNELS[name] = Kernel(name, build, communicates, alone)
         return build
 
     return register

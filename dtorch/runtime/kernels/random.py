@@ -41,8 +41,11 @@ def random(site: Site) -> Callable[..., Any]:
 
     def cut(full: torch.Tensor, part: Any, whole: Any, off: str | None) -> torch.Tensor:
         piece = full if part == whole else full[slices(part, whole)]
-        return neutral(piece.contiguous(), off) if off is not None else piece.clone()
+        if off is not None:
+            return neutral(piece.contiguous(), off)
+        return piece if alone else piece.clone()
 
+    alone = len(site.mesh.devices) == 1  # nobody else takes a piece
     masks = bool(definition.params.get("mask"))
 
     def run(drawn: tuple[torch.Tensor, ...], *tensors: Any) -> Any:

@@ -10,11 +10,34 @@ import torch
 from dtorch.runtime.comm import Exchange, Place, Reduce, fold
 from dtorch.runtime.kernels import Site, Steps, kernel
 from dtorch.runtime.layout import box, coords, slices
-from dtorch.runtime.moves import Placed, plan_boxes
+from dtorch.runtime.moves import Placed, is_local, plan_boxes
 from dtorch.runtime.moves import steps as plan_steps
+from dtorch.transport.messages import Definition, MeshInfo
 
 
-@kernel("redistribute", communicates=True)
+def _alone(definition: Definition, meshes: dict[int, MeshInfo]) -> Callable[[Site], Callable[..., Any]] | None:
+    return _copying if is_local(definition, meshes) else None
+
+
+def _copying(site: Site) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Each device copies its part of its own piece."""
+    plan = plan_steps(site.placed(site.definition.inputs[0]), site.placed(site.definition.outputs[0]))
+    own = plan_boxes(plan.middle, plan.target).device(site.place)
+    dtype, device, there = site.dtype(site.definition.inputs[0]), site.device, site.coord
+    assert there is not None
+    off = next((op for axis, op in plan.fill_axes if op in ("sum", "product") and there[axis] != 0), None)
+    if off is None and own.keep is not None and own.keep == own.target == own.source:
+        return lambda x: x.clone(memory_format=torch.contiguous_format)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()  # also where nothing of it is used, an input that failed must raise
+        out = _assemble(x, own, [], False, dtype, device)
+        return out if off is None else neutral(out, off)
+
+    return run
+
+
+@kernel("redistribute", communicates=True, alone=_alone)
 def redistribute(site: Site) -> Callable[..., Steps]:
     """One input under one layout -> the same tensor under the output's layout. The result never shares memory with it."""
     source, target = site.placed(site.definition.inputs[0]), site.placed(site.definition.outputs[0])
