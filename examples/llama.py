@@ -2,9 +2,14 @@
 
 Shapes are always the global ones and nothing here asks how many devices there are. What is parallel is said by the
 layers' names: a column-parallel linear splits its output features over the mesh axis "tp", a row-parallel one takes
-features split like that and adds the devices' parts up; `block` says where a split may fall. The batch may be split
-over any other axis by the inputs' placements, and the layers over pipeline stages, one mesh each. Parameter names are
-those of transformers' Llama, so `load_state_dict` takes its state dict as it is.
+features split like that and adds the devices' parts up; `block` and `groups` say where a split may fall. The layers are
+split over pipeline stages, one mesh each; `ENTRY` names the mesh axes over which batch and sequence are split, and the
+attention does what a split sequence needs. Parameter names are those of transformers' Llama, so `load_state_dict` takes its
+state dict as it is.
+
+    python examples/llama.py --dp 2 --tp 3 --pp 2
+
+compares a tiny model on such a mesh with transformers' (the other axes are --ulysess-cp and --ring-cp).
 
 Shape suffixes: B batch, T tokens of this call, L slots of the cache, N query heads, K key/value heads, H head size,
 D hidden size.
@@ -12,6 +17,7 @@ D hidden size.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +31,12 @@ F = nn.functional
 
 Stage = Any  # a dtorch.DeviceMesh or a nullcontext; plain.py has no meshes
 """Where a pipeline stage is made and runs: its mesh, or `nullcontext()` for the mesh in force."""
+
+ENTRY = {"dp": dtorch.Shard(0), "ulysess_cp": dtorch.Shard(1), "ring_cp": dtorch.Shard(1)}
+"""How what has shape [B, T, ...] is split, by the names of mesh axes. Names that a mesh lacks, and other axes, say nothing."""
+
+WHOLE = {"ulysess_cp": dtorch.Replicate(), "ring_cp": dtorch.Replicate()}
+"""The sequence whole."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +134,9 @@ class KVCache:
             self.k_BKLH.append(self._grown(k_BKTH))
             self.v_BKLH.append(self._grown(v_BKTH))
         else:
-            self.k_BKLH[layer] = self._grown(self.k_BKLH[layer]).index_copy_(2, self.slots, k_BKTH)
-            self.v_BKLH[layer] = self._grown(self.v_BKLH[layer]).index_copy_(2, self.slots, v_BKTH)
+            with dtorch.auto_redistribute():  # tokens that are split are written by whoever has their slots
+                self.k_BKLH[layer] = self._grown(self.k_BKLH[layer]).index_copy_(2, self.slots, k_BKTH)
+                self.v_BKLH[layer] = self._grown(self.v_BKLH[layer]).index_copy_(2, self.slots, v_BKTH)
         return self.k_BKLH[layer], self.v_BKLH[layer]
 
     def _grown(self, x_BKLH: dtorch.Tensor) -> dtorch.Tensor:
@@ -157,20 +170,20 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        # Split between key/value heads only, and each with the query heads that use it.
+        # Split between key/value heads, each with the query heads that use it; where there are more devices than those,
+        # between query heads, and every device has all keys and values.
         hidden, bias = config.hidden_size, config.attention_bias
-        kv_block = config.head_size
-        q_block = config.head_size * (config.num_heads // config.num_kv_heads)
-        self.q_proj = nn.ColumnParallelLinear(hidden, q_size, bias=bias, block=q_block)
-        self.k_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=kv_block)
-        self.v_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=kv_block)
-        self.o_proj = nn.RowParallelLinearWithReplicateOutput(q_size, hidden, bias=bias, block=q_block)
+        block, groups = config.head_size, config.num_kv_heads
+        self.q_proj = nn.ColumnParallelLinear(hidden, q_size, bias=bias, block=block, groups=groups)
+        self.k_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=block, groups=groups)
+        self.v_proj = nn.ColumnParallelLinear(hidden, kv_size, bias=bias, block=block, groups=groups)
+        self.o_proj = nn.RowParallelLinearWithReplicateOutput(q_size, hidden, bias=bias, block=block, groups=groups)
 
     def forward(
         self,
         x_BTD: dtorch.Tensor,
         rope: tuple[dtorch.Tensor, dtorch.Tensor],
-        mask: dtorch.Tensor,
+        mask: dtorch.Tensor | None,
         cache: KVCache | None,
     ) -> dtorch.Tensor:
         b, t, _ = x_BTD.shape
@@ -180,7 +193,7 @@ class Attention(nn.Module):
         q, k, v = rotate(q_BNTH, *rope), rotate(k_BKTH, *rope), v_BKTH
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        out_BNTH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out_BNTH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return self.o_proj(out_BNTH.transpose(1, 2).reshape(b, t, self.num_heads * self.head_size))
 
 
@@ -208,7 +221,7 @@ class Layer(nn.Module):
         self,
         x_BTD: dtorch.Tensor,
         rope: tuple[dtorch.Tensor, dtorch.Tensor],
-        mask: dtorch.Tensor,
+        mask: dtorch.Tensor | None,
         cache: KVCache | None,
     ) -> dtorch.Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, mask, cache)
@@ -224,6 +237,23 @@ def assign_layers_to_stages(num_layers: int, num_stages: int) -> list[range]:
 def move(x: dtorch.Tensor, stage: Stage) -> dtorch.Tensor:
     """`x` where `stage` runs, placed on each axis of that mesh as it is on the axis of the same name."""
     return x if isinstance(stage, nullcontext) else x.redistribute_by_dict(stage)
+
+
+def enter(x_BT: dtorch.Tensor, stage: Stage) -> dtorch.Tensor:
+    """An input of the model where its first stage runs, split as `ENTRY` says."""
+    return x_BT if isinstance(stage, nullcontext) else x_BT.redistribute_by_dict(stage, ENTRY, "replicate")
+
+
+def leave(x: dtorch.Tensor, stage: Stage, like: dtorch.Tensor) -> dtorch.Tensor:
+    """A result of the model on the mesh of its last stage, placed by name as `like`, an input of the model, came."""
+    if isinstance(stage, nullcontext):
+        return x
+    came = dict(zip(like.device_mesh.dim_names or (), like.placements, strict=False))
+    return x.redistribute_by_dict(stage, came, "replicate")
+
+
+def whole(x_BT: dtorch.Tensor, stage: Stage) -> dtorch.Tensor:
+    return x_BT if isinstance(stage, nullcontext) else x_BT.redistribute_by_dict(placements_dict=WHOLE)
 
 
 class Decoder(nn.Module):
@@ -244,16 +274,25 @@ class Decoder(nn.Module):
         with stages[-1]:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
 
-    def forward(self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache | None) -> dtorch.Tensor:
+    def forward(
+        self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor | None, cache: KVCache | None
+    ) -> dtorch.Tensor:
+        mask = None
         with self.stages[0]:
-            x_BTD = self.embed_tokens(move(ids_BT, self.stages[0]))
-            cos, sin = self.rope(move(positions_BT, self.stages[0]))
+            x_BTD = self.embed_tokens(enter(ids_BT, self.stages[0]))
+            if positions_BT is None:
+                at_BT = dtorch.arange(ids_BT.shape[1])[None]
+            else:
+                at_BT = enter(positions_BT, self.stages[0])
+            cos, sin = self.rope(at_BT)
         for number, (stage, own) in enumerate(zip(self.stages, self.assigned, strict=True)):
             with stage:
-                x_BTD, here_BT = move(x_BTD, stage), move(positions_BT, stage)
+                x_BTD, at_BT = move(x_BTD, stage), move(at_BT, stage)
                 cos, sin = move(cos, stage), move(sin, stage)
                 past = None if cache is None else cache.of(number)
-                mask = causal_mask(here_BT, here_BT if past is None else past.begin(here_BT))
+                if positions_BT is not None:
+                    keys_BT = whole(at_BT, stage)
+                    mask = causal_mask(at_BT, keys_BT if past is None else past.begin(keys_BT))
                 for layer in own:
                     x_BTD = self.layers[layer](x_BTD, (cos, sin), mask, past)
         with self.stages[-1]:
@@ -277,7 +316,9 @@ class Llama(nn.Module):
     state dict of a model with tied embeddings therefore names both, as transformers' `state_dict()` does.
 
     Args:
-        stages: the meshes of the pipeline stages, such as `mesh.unbind("pp")`; by default all is on the mesh in force.
+        stages: the meshes of the pipeline stages, such as `mesh.unbind("pp")`, with named axes; inputs are then split as
+            `ENTRY` says, and results are placed as the ids came. By default all is on the mesh in force, and inputs
+            are taken as they are placed.
     """
 
     def __init__(self, config: LlamaConfig, stages: Sequence[Stage] = (nullcontext(),)) -> None:
@@ -289,20 +330,66 @@ class Llama(nn.Module):
             self.lm_head = nn.ColumnParallelLinearWithReplicateOutput(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
-        self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache | None = None
+        self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor | None = None, cache: KVCache | None = None
     ) -> dtorch.Tensor:
         """The logits of every token's successor, shape [B, T, vocabulary], on the mesh of the last stage.
 
         Args:
             ids_BT: token ids.
             positions_BT: each token's position in its sequence, from 0. Padding goes on the left and has the
-                positions -1, -2, ... leftwards.
+                positions -1, -2, ... leftwards. None: no padding and no cache.
             cache: the tokens before these; None when there are none and none will follow.
         """
+        if cache is not None and positions_BT is None:
+            raise ValueError("with a cache, say the tokens' positions")
         with self.last:
-            return self.lm_head(self.model(ids_BT, positions_BT, cache))
+            return leave(self.lm_head(self.model(ids_BT, positions_BT, cache)), self.last, ids_BT)
 
     def next_token(self, ids_BT: dtorch.Tensor, positions_BT: dtorch.Tensor, cache: KVCache) -> dtorch.Tensor:
         """The likeliest token after each sequence, shape [B, 1]: what `ids_BT` is in the next step."""
         with self.last:
-            return self.lm_head(self.model(ids_BT, positions_BT, cache)[:, -1:]).argmax(dim=-1)
+            x_B1D = self.model(ids_BT, positions_BT, cache)[:, -1:]
+            return leave(self.lm_head(x_B1D).argmax(dim=-1), self.last, ids_BT)
+
+
+AXES = ("dp", "tp", "pp", "ulysess_cp", "ring_cp")
+
+
+def main() -> None:
+    """Compare a tiny random model, on a mesh of the sizes asked for, with transformers'."""
+    parser = argparse.ArgumentParser(description="A tiny Llama on a mesh, beside transformers' on one device.")
+    for axis in AXES:
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, default=1, help=f"size of the mesh axis {axis!r}")
+    parser.add_argument("--batch", type=int, default=3)
+    parser.add_argument("--length", type=int, default=29, help="tokens of each sequence (default: %(default)s)")
+    args = parser.parse_args()
+    sizes = tuple(getattr(args, axis) for axis in AXES)
+    if min(*sizes, args.batch, args.length) < 1:
+        parser.error("sizes are at least 1")
+
+    import torch
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = TheirConfig(
+        vocab_size=53, hidden_size=36, intermediate_size=44, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=max(args.length, 64),
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).eval().requires_grad_(False)
+    ids = torch.randint(config.vocab_size, (args.batch, args.length))
+
+    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    with nn.skip_init():
+        model = Llama(LlamaConfig.from_hf(config), mesh.unbind("pp"))
+    model.load_state_dict(theirs.state_dict())
+    logits = model(dtorch.Tensor(ids, device_mesh=mesh)).to_torch()
+    error = (logits - theirs(ids).logits).abs().max().item()
+    print(f"{mesh.size()} devices: {', '.join(f'{a} {n}' for a, n in zip(AXES, sizes, strict=True))}")
+    print(f"the logits differ from transformers' by at most {error:.1e}")
+    if not error < 1e-4:
+        raise SystemExit("that is too much")
+
+
+if __name__ == "__main__":
+    main()

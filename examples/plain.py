@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 
-def linear(in_features: int, out_features: int, bias: bool = True, block: int = 1) -> torch.nn.Linear:
-    """A parallel linear on one device: `block` is about splitting."""
+def linear(
+    in_features: int, out_features: int, bias: bool = True, block: int = 1, groups: int | None = None
+) -> torch.nn.Linear:
+    """A parallel linear on one device: `block` and `groups` are about splitting."""
     return torch.nn.Linear(in_features, out_features, bias)
 
 
@@ -34,6 +36,9 @@ nn = SimpleNamespace(
 
 def __getattr__(name: str) -> Any:
     return getattr(torch, name)
+
+
+auto_redistribute = nullcontext
 
 
 def init_device_mesh(device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]) -> torch.device:

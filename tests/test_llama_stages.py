@@ -1,4 +1,4 @@
-"""examples/llama.py under data, tensor and pipeline parallelism, beside transformers' Llama."""
+"""examples/llama.py under data, tensor, pipeline and context parallelism, beside transformers' Llama."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,24 +49,47 @@ def theirs() -> Any:
     return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-SIZES = [(1, 1, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2), (2, 1, 2), (2, 2, 3), (3, 3, 1), (3, 1, 2)]
+AXES = ("dp", "tp", "pp", "ulysess_cp", "ring_cp")
+SCHEMES = [sizes for sizes in product((1, 2, 3), repeat=5) if prod(sizes) <= 16]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "dp{} tp{} pp{}".format(*sizes))
-def test_data_tensor_and_pipeline_parallel(llama: ModuleType, sizes: tuple[int, int, int]) -> None:
-    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp", "pp"))
-    stages = mesh.unbind("pp")
+def make(llama: ModuleType, sizes: tuple[int, ...]) -> tuple[Any, dtorch.DeviceMesh]:
+    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     with dtorch.nn.skip_init():
-        model = llama.Llama(llama.LlamaConfig.from_hf(theirs().config), stages)
+        model = llama.Llama(llama.LlamaConfig.from_hf(theirs().config), mesh.unbind("pp"))
     model.load_state_dict(theirs().state_dict())
-    for stage, own in zip(stages, llama.assign_layers_to_stages(4, len(stages)), strict=True):
-        for layer in own:
-            assert model.model.layers[layer].mlp.up_proj.weight.device_mesh == stage
-    by_row = [Shard(0), Replicate(), Replicate()]
+    return model, mesh
+
+
+@pytest.mark.parametrize("num_devices", sorted({prod(sizes) for sizes in SCHEMES}))
+def test_every_scheme_has_the_logits_of_transformers(llama: ModuleType, num_devices: int) -> None:
+    """Every combination of sizes 1, 2, 3 of five axes with that many devices; nothing divides evenly."""
+    want = theirs()(IDS).logits
+    for sizes in SCHEMES:
+        if prod(sizes) != num_devices:
+            continue
+        model, mesh = make(llama, sizes)
+        stages = mesh.unbind("pp")
+        for stage, own in zip(stages, llama.assign_layers_to_stages(4, len(stages)), strict=True):
+            for layer in own:
+                assert model.model.layers[layer].mlp.up_proj.weight.device_mesh == stage
+        logits = model(dtorch.tensor(IDS, device_mesh=mesh))
+        assert logits.device_mesh == stages[-1]
+        assert logits.placements == (Replicate(),) * 4
+        assert_close(logits.to_torch(), want, rtol=1e-4, atol=1e-5, msg=lambda text, sizes=sizes: f"{sizes}: {text}")
+
+
+CACHED = [(1, 2, 2, 1, 1), (2, 2, 3, 1, 1), (1, 1, 1, 2, 1), (2, 2, 1, 1, 3), (1, 3, 2, 2, 2), (2, 1, 1, 3, 2), (1, 4, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("sizes", CACHED, ids=lambda sizes: " ".join(map("{}{}".format, AXES, sizes)))
+def test_a_cache_split_like_the_sequence_yields_the_same_tokens(llama: ModuleType, sizes: tuple[int, ...]) -> None:
+    model, mesh = make(llama, sizes)
+    by_row = [Shard(0), *[Replicate()] * 4]
     ids, positions = (dtorch.tensor(x, device_mesh=mesh, placements=by_row) for x in (IDS, POSITIONS))
+    stages = mesh.unbind("pp")
     logits = model(ids, positions)
-    assert logits.device_mesh == stages[-1]
-    assert logits.placements == (Shard(0), Replicate())
+    assert logits.placements == (Shard(0), *[Replicate()] * 3)
     assert_close(logits.to_torch(), theirs()(IDS).logits, rtol=1e-4, atol=1e-5)
     with stages[0]:
         cache = llama.KVCache()
@@ -76,6 +101,39 @@ def test_data_tensor_and_pipeline_parallel(llama: ModuleType, sizes: tuple[int, 
         made.append(ids.to_torch())
     want = theirs().generate(IDS, max_new_tokens=5, do_sample=False)
     assert torch.equal(torch.cat(made, 1), want[:, 5:])
+    assert cache.k_BKLH[0].placements[2:] == (Shard(2), Shard(2))
+
+
+def test_padding_on_the_left_is_not_seen(llama: ModuleType) -> None:
+    model, mesh = make(llama, (1, 2, 1, 2, 2))
+    ids, positions = IDS.clone(), POSITIONS.clone()
+    ids[1, :2], positions[1] = 0, torch.arange(-2, 3)
+    logits = model(*(dtorch.tensor(x, device_mesh=mesh) for x in (ids, positions)))
+    alone = theirs()(IDS[1:2, 2:]).logits
+    assert_close(logits.to_torch()[1:2, 2:], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="say the tokens' positions"):
+        model(dtorch.tensor(ids, device_mesh=mesh), None, llama.KVCache())
+
+
+def test_batches_in_flight_overlap_in_the_stages(llama: ModuleType) -> None:
+    """G05: batches of 3, 3 and 2 rows through three stages. All are recorded before a value is asked for, so each stage
+    begins the next batch as soon as it is done with one; together they are the whole batch."""
+    model, mesh = make(llama, (1, 1, 3, 1, 1))
+    rows = torch.cat((IDS, IDS.flip(1), IDS[:2] + 1))
+    first = [model(dtorch.tensor(part, device_mesh=mesh)) for part in rows.split(3)]
+    assert [tuple(logits.shape[:2]) for logits in first] == [(3, 5), (3, 5), (2, 5)]
+    assert_close(torch.cat([x.to_torch() for x in first]), theirs()(rows).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_example_compares_itself(llama: ModuleType, monkeypatch: Any, capsys: Any) -> None:
+    options = ["--dp", "2", "--tp", "2", "--pp", "2", "--ring-cp", "2", "--length", "11"]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *options])
+    llama.main()
+    assert "16 devices: dp 2, tp 2, pp 2, ulysess_cp 1, ring_cp 2" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["llama.py", "--tp", "0"])
+    with pytest.raises(SystemExit):
+        llama.main()
+    assert "sizes are at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(4, 3), (2, 3), (5, 2), (3, 1)])

@@ -93,25 +93,51 @@ class _ParallelLinear(_Linear):  # type: ignore[misc]  # a class made at run tim
         dtype: torch.dtype | None = None,
         *,
         block: int = 1,
+        groups: int | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         """As ``torch.nn.Linear``.
 
         Args:
             block: cut the split features only at multiples of it, such as the features of one attention head.
+            groups: how many equal groups the split features form that are better not cut, such as the key/value heads,
+                each with the query heads that use it. While every device can have a group, cuts fall between groups. With
+                more devices than groups, they fall at multiples of ``block``; and where a group is no more than a block,
+                the layer is not split: every device holds all of it.
             device_mesh: mesh of the parameters; the mesh in force, or one CPU device, by default.
+
+        Raises:
+            ValueError: the features do not make that many groups of whole blocks.
         """
         torch.nn.Module.__init__(self)
-        self.in_features, self.out_features, self.block = in_features, out_features, block
+        self.in_features, self.out_features, self.block, self.groups = in_features, out_features, block, groups
+        split_features = (out_features, in_features)[self._dim or 0]
+        if block < 1 or (groups is not None and (groups < 1 or split_features % (groups * block))):
+            raise ValueError(
+                f"{type(self).__name__}: {split_features} features are not {groups or 'any number of'} groups of blocks of {block}"
+            )
         self._to_replicate, self._to_shard = _Move(), _Move()
         self._make(target_mesh(device_mesh, device, type(self).__name__), bias, dtype)
         self.reset_parameters()
 
+    def _cut(self, mesh: DeviceMesh) -> int | None:
+        """Multiples at which the features are cut; None when they are not."""
+        if self._dim is None or _axis(mesh) is None:
+            return None
+        if self.groups is None:
+            return self.block
+        group = (self.out_features, self.in_features)[self._dim] // self.groups
+        if mesh.size(AXIS) <= self.groups:
+            return group
+        return self.block if self.block < group else None
+
     def _make(self, mesh: DeviceMesh, bias: bool, dtype: torch.dtype | None) -> None:
         where: Placement = Replicate()
         where_bias: Placement = Replicate()
-        if self._dim is not None and _axis(mesh) is not None:
-            where = _shard(mesh, self._dim, (self.out_features, self.in_features)[self._dim], self.block)
+        self._multiple = self._cut(mesh)
+        if self._multiple is not None:
+            assert self._dim is not None
+            where = _shard(mesh, self._dim, (self.out_features, self.in_features)[self._dim], self._multiple)
             where_bias = where if self._dim == 0 else Partial()
         shape = (self.out_features, self.in_features)
         self.weight = Parameter(empty(shape, dtype=dtype, device_mesh=mesh, placements=_on(mesh, where)))
@@ -140,7 +166,8 @@ class _ParallelLinear(_Linear):  # type: ignore[misc]  # a class made at run tim
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        return f"{text}, block={self.block}" if self.block != 1 else str(text)
+        text = f"{text}, block={self.block}" if self.block != 1 else text
+        return f"{text}, groups={self.groups}" if self.groups is not None else str(text)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -173,7 +200,7 @@ class RowParallelLinear(_ParallelLinear):
     _dim = 1
 
     def redistribute_input(self, x: Tensor) -> Tensor:
-        return self._to_shard(x, -1, self.block)
+        return self._to_replicate(x) if self._multiple is None else self._to_shard(x, -1, self._multiple)
 
 
 class RowParallelLinearWithReplicateOutput(RowParallelLinear):

@@ -68,17 +68,40 @@ def map_view(view: Callable[[torch.Tensor], Any], shape: Sequence[int], dtype: t
     outs = [result] if isinstance(result, torch.Tensor) else list(result)
     storage = probe.untyped_storage()._cdata
     mapped = []
-    for out in outs:
+    for number, out in enumerate(outs):
         if not isinstance(out, torch.Tensor) or out.untyped_storage()._cdata != storage or out.dtype != dtype:
             return None
-        found = _decode(out, tuple(shape), strides)
+
+        def grown(dim: int, number: int = number, out: torch.Tensor = out) -> int | None:
+            return _where_it_goes(view, shape, dtype, dim, number, out)
+
+        found = _decode(out, tuple(shape), strides, grown)
         if found is None:
             return None
         mapped.append(found)
     return mapped
 
 
-def _decode(out: torch.Tensor, shape: tuple[int, ...], strides: list[int]) -> Mapped | None:
+def _where_it_goes(
+    view: Callable[[torch.Tensor], Any], shape: Sequence[int], dtype: torch.dtype, dim: int, number: int, out: torch.Tensor
+) -> int | None:
+    """The dim of an output that is input dim ``dim``, of one element: the one that grows with it; None when that says nothing."""
+    longer = torch.empty([2 if d == dim else n for d, n in enumerate(shape)], dtype=dtype, device="meta")
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            made = view(longer)
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    other = made if isinstance(made, torch.Tensor) else made[number]
+    if other.ndim != out.ndim:
+        return None
+    changed = [d for d, (a, b) in enumerate(zip(other.shape, out.shape, strict=True)) if a != b]
+    return changed[0] if len(changed) == 1 else None
+
+
+def _decode(
+    out: torch.Tensor, shape: tuple[int, ...], strides: list[int], grown: Callable[[int], int | None]
+) -> Mapped | None:
     starts = []
     rest = out.storage_offset()
     for stride in strides:
@@ -100,7 +123,9 @@ def _decode(out: torch.Tensor, shape: tuple[int, ...], strides: list[int]) -> Ma
     for k, stride in enumerate(strides):
         if k not in found and shape[k] == 1:
             # a dim of one element that is still there: any output dim of one element with its stride will do
-            same = next((d for d in singles if out.stride(d) == stride), None)
+            alike = [d for d in singles if out.stride(d) == stride]
+            same = grown(k) if len(alike) > 1 else None
+            same = next(iter(alike), None) if same not in alike else same
             if same is not None:
                 singles.remove(same)
                 found[k] = (same, 1)
