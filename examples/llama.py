@@ -280,10 +280,7 @@ class Decoder(nn.Module):
         mask = None
         with self.stages[0]:
             x_BTD = self.embed_tokens(enter(ids_BT, self.stages[0]))
-            if positions_BT is None:
-                at_BT = dtorch.arange(ids_BT.shape[1])[None]
-            else:
-                at_BT = enter(positions_BT, self.stages[0])
+            at_BT = dtorch.arange(ids_BT.shape[1])[None] if positions_BT is None else enter(positions_BT, self.stages[0])
             cos, sin = self.rope(at_BT)
         for number, (stage, own) in enumerate(zip(self.stages, self.assigned, strict=True)):
             with stage:

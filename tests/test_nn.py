@@ -112,6 +112,29 @@ def test_block_keeps_heads_whole() -> None:
     assert "block=4" in repr(column)
 
 
+@pytest.mark.parametrize(("num_devices", "of_queries", "of_keys"), [(2, Shard(0, 6), Shard(0, 2)), (3, Shard(0), Shard(0)),
+                                                                    (4, Shard(0, 2), Replicate())])  # fmt: skip
+def test_groups_stay_whole_while_there_are_enough(num_devices: int, of_queries: Any, of_keys: Any) -> None:
+    """9 query heads of 2 features over 3 key/value heads."""
+    with tp_mesh(num_devices):
+        queries = nn.ColumnParallelLinear(4, 18, block=2, groups=3)
+        keys = nn.ColumnParallelLinear(4, 6, block=2, groups=3)
+        out = nn.RowParallelLinearWithReplicateOutput(18, 4, block=2, groups=3)
+        x = dtorch.randn(5, 4)
+    assert queries.weight.placements == queries.bias.placements == (of_queries,)
+    assert keys.weight.placements == keys.bias.placements == (of_keys,)
+    assert out.weight.placements == (Shard(1, of_queries.block),)
+    assert "block=2, groups=3" in repr(keys)
+    theirs = [torch.nn.Linear(4, 18), torch.nn.Linear(4, 6), torch.nn.Linear(18, 4)]
+    for layer, other in zip((queries, keys, out), theirs, strict=True):
+        layer.load_state_dict(other.state_dict())
+    plain = x.to_torch()
+    assert_close(keys(x).to_torch(), theirs[1](plain), rtol=1e-5, atol=1e-6)
+    assert_close(out(queries(x)).to_torch(), theirs[2](theirs[0](plain)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="18 features are not groups=4 of whole blocks"):
+        nn.ColumnParallelLinear(4, 18, groups=4)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_embedding_with_replicate_output(tp: int) -> None:
     mesh = tp_mesh(tp)

@@ -88,6 +88,15 @@ VIEWS: dict[str, tuple[Any, torch.Tensor]] = {
 }
 
 
+def test_a_dim_of_one_element_is_followed_past_new_ones() -> None:
+    """Which of several dims of one element is the sharded one is no matter of strides."""
+    x = distribute(torch.arange(3.0)[:, None], mesh_of(2), [Shard(1)])
+    assert x[:, None, :, None].placements == (Shard(2),)
+    assert x[:, :, None].placements == x.unsqueeze(-1).placements == (Shard(1),)
+    assert x.unsqueeze(0).placements == x[None].transpose(0, 1).placements == (Shard(2),)
+    assert torch.equal(x[:, None, :, None].to_torch(), torch.arange(3.0).reshape(3, 1, 1, 1))
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str) -> None:
     fn, x = VIEWS[name]

@@ -114,7 +114,7 @@ class _ParallelLinear(_Linear):  # type: ignore[misc]  # a class made at run tim
         split_features = (out_features, in_features)[self._dim or 0]
         if block < 1 or (groups is not None and (groups < 1 or split_features % (groups * block))):
             raise ValueError(
-                f"{type(self).__name__}: {split_features} features are not {groups or 'any number of'} groups of blocks of {block}"
+                f"{type(self).__name__}: {split_features} features are not groups={groups} of whole blocks, block={block}"
             )
         self._to_replicate, self._to_shard = _Move(), _Move()
         self._make(target_mesh(device_mesh, device, type(self).__name__), bias, dtype)

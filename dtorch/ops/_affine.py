@@ -85,7 +85,7 @@ def map_view(view: Callable[[torch.Tensor], Any], shape: Sequence[int], dtype: t
 def _where_it_goes(
     view: Callable[[torch.Tensor], Any], shape: Sequence[int], dtype: torch.dtype, dim: int, number: int, out: torch.Tensor
 ) -> int | None:
-    """The dim of an output that is input dim ``dim``, of one element: the one that grows with it; None when that says nothing."""
+    """The dim of an output that is input dim ``dim``, of one element: the one that grows with it; None when none does."""
     longer = torch.empty([2 if d == dim else n for d, n in enumerate(shape)], dtype=dtype, device="meta")
     try:
         with torch.no_grad(), torch._C.DisableTorchFunction():
