@@ -13,6 +13,7 @@ from typing import Any
 
 from dtorch import timeline
 from dtorch.failures import describe
+from dtorch.lanes import lanes_svg
 from dtorch.runtime import promise
 from dtorch.runtime.recorder import locate
 from dtorch.runtime.tracing import Spans
@@ -176,6 +177,9 @@ class profile:
 
     def __repr__(self) -> str:
         return f"<profile of {self.duration_us / 1e3:.1f} ms, {len(self.events)} events>"
+
+    def _repr_html_(self) -> str:
+        return lanes_svg(self.events, self.duration_us)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace file; an existing file is replaced when the new one is complete."""

@@ -263,7 +263,7 @@ def chrome_trace(events: Sequence[Event], notes: dict[str, Any]) -> dict[str, An
     """
     lanes = sorted({e.lane for e in events}, key=_lane_order)
     pids = {lane: number for number, lane in enumerate(lanes, 1)}
-    rows = sorted({(e.lane, e.row) for e in events}, key=lambda r: (_lane_order(r[0]), _row_order(r[1])))
+    rows = sorted({(e.lane, e.row) for e in events}, key=row_key)
     tids = {row: number for number, row in enumerate(rows, 1)}
     out: list[dict[str, Any]] = []
     for lane, pid in pids.items():
@@ -290,6 +290,11 @@ def chrome_trace(events: Sequence[Event], notes: dict[str, Any]) -> dict[str, An
             out.append({"ph": "s", **flow, **begin})
             out.append({"ph": "f", "bp": "e", **flow, **at, "ts": max(e.start_us, origin.end_us)})
     return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": notes}
+
+
+def row_key(row: tuple[str, str]) -> Any:
+    """Sorts (lane, row) pairs as they are shown: the client, the controller, then the workers by device and stream."""
+    return _lane_order(row[0]), _row_order(row[1])
 
 
 def _lane_order(lane: str) -> tuple[int, int, str]:

@@ -44,7 +44,8 @@ def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None
     committed, fresh = json.loads(path.read_text())["cells"], json.loads(target.read_text())["cells"]
     assert len(fresh) == len(committed) + 1
     for ours, theirs in zip(fresh, committed, strict=False):
-        assert outputs(ours) == outputs(theirs), ours["source"]
+        if "varies" not in theirs["metadata"].get("tags", ()):  # times, which no two runs share
+            assert outputs(ours) == outputs(theirs), ours["source"]
     (pids,) = outputs(fresh[-1])
     for pid in json.loads(pids):
         wait_for_end(pid)
