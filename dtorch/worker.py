@@ -21,8 +21,8 @@ from dtorch.runtime.rewrite import RULES
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
+from dtorch.transport.dial import connect
 from dtorch.transport.errors import ConnectionLostError
-from dtorch.transport.link import connect
 from dtorch.transport.messages import PROTOCOL_VERSION, Failure, FromWorker, Hello
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.session import current_session
 from dtorch.transport import codec
+from dtorch.transport.dial import connect
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError
-from dtorch.transport.link import WORKER_PATH, connect
+from dtorch.transport.link import WORKER_PATH
 from dtorch.transport.messages import PROTOCOL_VERSION, Done, Hello
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pidfd and /proc")

@@ -13,9 +13,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dtorch.transport import codec, link
+from dtorch.transport import codec, dial, link
+from dtorch.transport.dial import connect
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError
-from dtorch.transport.link import Link, Server, connect, memory_pair
+from dtorch.transport.link import Link, Server, memory_pair
 from dtorch.transport.messages import PROTOCOL_VERSION, Done, Hello
 
 TOKEN = "s3cret"
@@ -192,7 +193,7 @@ async def test_foreign_first_frame_ends_only_its_own_link(kind: str, first: byte
     async with serving(kind, folder, accepted) as server:
         near = await connect(server.address, TOKEN, HELLO)
         far, _ = await accepted.links.get()
-        connector, url = link._target(server.address)
+        connector, url = dial._target(server.address)
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
             ws = await session.ws_connect(url + link.WORKER_PATH)
@@ -210,7 +211,7 @@ async def test_foreign_first_frame_ends_only_its_own_link(kind: str, first: byte
 @every_socket
 async def test_garbage_instead_of_http_ends_only_its_own_connection(kind: str, folder: Path) -> None:
     async with serving(kind, folder, Accepted()) as server:
-        _, place, port = link.split_address(server.address)
+        _, place, port = dial.split_address(server.address)
         opening = asyncio.open_unix_connection(place) if kind == "unix" else asyncio.open_connection(place, port)
         reader, writer = await opening
         writer.write(b"\x00\xff" * 200 + b"\r\n\r\n")
@@ -295,7 +296,7 @@ async def test_extra_routes_need_the_token_too(folder: Path) -> None:
         return web.Response(text="hi")
 
     server = await Server.start(host="127.0.0.1", token=TOKEN, on_link=Accepted(), routes=[web.get("/v1/extra", say)])
-    _, url = link._target(server.address)
+    _, url = dial._target(server.address)
     async with aiohttp.ClientSession() as session:
         async with session.get(url + "/v1/extra") as answer:
             assert answer.status == 401

@@ -15,7 +15,7 @@ import pytest
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from dtorch.transport import link
+from dtorch.transport import dial
 from dtorch.transport.errors import AuthError, ConnectionLostError
 from dtorch.transport.link import Link, Server
 from dtorch.transport.messages import Hello
@@ -150,7 +150,7 @@ async def test_wrong_token_and_lost_server() -> None:
 
 async def test_foreign_requests_are_refused() -> None:
     async with serving("tcp") as server:
-        _, url = link._target(server.address)
+        _, url = dial._target(server.address)
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             for operation, body, status in (("set", b"\xc1", 400), ("set", b"\x80", 400), ("eval", b"\x80", 404)):

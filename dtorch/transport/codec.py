@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
+from . import cluster
 from .errors import ProtocolError
 from .messages import FromWorker, ToWorker
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Frames above this are refused before they are parsed; larger values travel through ``bulk.py``."""
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_from_client: msgspec.msgpack.Decoder[cluster.FromClient] = msgspec.msgpack.Decoder(cluster.FromClient)
+_to_client: msgspec.msgpack.Decoder[cluster.ToClient] = msgspec.msgpack.Decoder(cluster.ToClient)
+_from_pool: msgspec.msgpack.Decoder[cluster.FromPoolWorker] = msgspec.msgpack.Decoder(cluster.FromPoolWorker)
+_to_pool: msgspec.msgpack.Decoder[cluster.ToPoolWorker] = msgspec.msgpack.Decoder(cluster.ToPoolWorker)
 
 # What a typed decoder raises on hostile bytes: its own errors, bad UTF-8 (ValueError), a map as a map's key
 # (TypeError), nesting deeper than the stack (RecursionError), a length that no memory can hold (MemoryError).
 _REFUSED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError)
 
 
-def encode(message: ToWorker | FromWorker) -> bytes:
+Message = ToWorker | FromWorker | cluster.FromClient | cluster.ToClient | cluster.FromPoolWorker | cluster.ToPoolWorker
+
+
+def encode(message: Message) -> bytes:
     """One frame for ``message``.
 
     Raises:
@@ -37,11 +49,7 @@ def decode_to_worker(frame: bytes) -> ToWorker:
     Raises:
         ProtocolError: the bytes are not one message of the vocabulary.
     """
-    _check_size(frame)
-    try:
-        return _to_worker.decode(frame)
-    except _REFUSED as error:
-        raise ProtocolError(f"not a message to a worker: {_words(error)}") from error
+    return _decode(_to_worker, frame, "a message to a worker")
 
 
 def decode_from_worker(frame: bytes) -> FromWorker:
@@ -50,11 +58,35 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     Raises:
         ProtocolError: the bytes are not one message of the vocabulary.
     """
+    return _decode(_from_worker, frame, "a message from a worker")
+
+
+def decode_from_client(frame: bytes) -> cluster.FromClient:
+    """The message that a client sent to its head. Raises ProtocolError."""
+    return _decode(_from_client, frame, "a message from a client")
+
+
+def decode_to_client(frame: bytes) -> cluster.ToClient:
+    """The message that a head sent to a client. Raises ProtocolError."""
+    return _decode(_to_client, frame, "a message to a client")
+
+
+def decode_from_pool_worker(frame: bytes) -> cluster.FromPoolWorker:
+    """The message that a worker sent to its head. Raises ProtocolError."""
+    return _decode(_from_pool, frame, "a message from a worker")
+
+
+def decode_to_pool_worker(frame: bytes) -> cluster.ToPoolWorker:
+    """The message that a head sent to a worker. Raises ProtocolError."""
+    return _decode(_to_pool, frame, "a message to a worker")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
     _check_size(frame)
     try:
-        return _from_worker.decode(frame)
+        return decoder.decode(frame)
     except _REFUSED as error:
-        raise ProtocolError(f"not a message from a worker: {_words(error)}") from error
+        raise ProtocolError(f"not {what}: {_words(error)}") from error
 
 
 def _check_size(frame: bytes) -> None:

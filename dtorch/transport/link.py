@@ -1,7 +1,7 @@
 """Links: ordered streams of frames between a controller and a worker.
 
 ``Link`` is the interface. ``WebSocketLink`` runs it over aiohttp on a unix socket or TCP; ``memory_pair`` runs it
-inside one process, for tests. ``Server`` accepts links and ``connect`` makes one; both do the handshake:
+inside one process, for tests. ``Server`` accepts links and ``connect`` (in ``dial.py``) makes one; both do the handshake:
 
     worker                                   controller
       | -- GET /v1/worker, Bearer token -----> |   401 unless the token is right
@@ -29,7 +29,7 @@ import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from . import codec
-from .errors import AuthError, ConnectionLostError, ProtocolError
+from .errors import ConnectionLostError, ProtocolError
 from .messages import PROTOCOL_VERSION, Hello, Welcome
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,10 @@ class WebSocketLink(Link):
     @property
     def pending_bytes(self) -> int:
         return self._pending
+
+    def get_extra_info(self, name: str) -> Any:
+        """Of the connection: "socket", "peername", "sockname" and so on; None when it does not know."""
+        return self._ws.get_extra_info(name)
 
     def _open_direct(self, ws: web.WebSocketResponse) -> None:
         """Frames of a server are not masked, so without TLS they can be written past aiohttp."""
@@ -476,77 +480,3 @@ def _remove_socket(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:  # newer Pythons remove it as the listening socket closes
         logger.debug("%s is gone already", path)
-
-
-async def connect(address: str, token: str, hello: Hello) -> Link:
-    """Link to the server at ``address`` and say ``hello``.
-
-    Raises:
-        AuthError: the server does not know the token.
-        ConnectionLostError: no server there, or it went away.
-        ProtocolError: the server refused the Hello or is no dtorch controller.
-    """
-    connector, url = _target(address)
-    # The session ends with the link, or here when the handshake fails.
-    session = aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"})
-    link: WebSocketLink | None = None
-    try:
-        ws = await session.ws_connect(
-            url + WORKER_PATH,
-            timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
-            compress=0,
-            heartbeat=None,
-            max_msg_size=codec.MAX_FRAME_BYTES + 1,
-        )
-        link = WebSocketLink(ws, session.close)
-        link.send_nowait(codec.encode(hello))
-        frame = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT_S)
-        if frame is None:
-            refused = link.close_code in (WSCloseCode.PROTOCOL_ERROR, WSCloseCode.UNSUPPORTED_DATA)
-            raise (ProtocolError if refused else ConnectionLostError)(link.reason or f"{address} hung up")
-        welcome = codec.decode_to_worker(frame)
-        if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
-            raise ProtocolError(f"expected Welcome of version {PROTOCOL_VERSION}, got {welcome!r:.100}")
-        link.session = welcome.session
-    except aiohttp.WSServerHandshakeError as error:
-        await session.close()
-        if error.status == 401:
-            raise AuthError(f"{address} does not accept this token") from error
-        raise ProtocolError(f"{address} is no dtorch controller: HTTP status {error.status}") from error
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        await _drop(link, session)
-        if isinstance(error, ConnectionLostError):
-            raise
-        raise ConnectionLostError(f"no link to {address}: {error or 'no answer in time'}") from error
-    except BaseException:
-        await _drop(link, session)
-        raise
-    return link
-
-
-async def _drop(link: WebSocketLink | None, session: aiohttp.ClientSession) -> None:
-    if link is not None:
-        await link.close()
-    await session.close()
-
-
-def split_address(address: str) -> tuple[str, str, int]:
-    """``("unix", path, 0)`` or ``("tcp", host, port)``.
-
-    Raises:
-        ValueError: neither.
-    """
-    kind, _, rest = address.partition(":")
-    if kind == "unix" and rest:
-        return "unix", rest, 0
-    host, _, port = rest.rpartition(":")
-    if kind == "tcp" and host and port.isdecimal():
-        return "tcp", host, int(port)
-    raise ValueError(f'an address is "unix:/path" or "tcp:host:port", not {address!r}')
-
-
-def _target(address: str) -> tuple[aiohttp.BaseConnector, str]:
-    kind, place, port = split_address(address)
-    if kind == "unix":
-        return aiohttp.UnixConnector(place), "http://localhost"
-    return aiohttp.TCPConnector(), f"http://[{place}]:{port}" if ":" in place else f"http://{place}:{port}"

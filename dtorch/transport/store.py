@@ -24,8 +24,8 @@ from aiohttp import web
 from torch import distributed
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it in a way that type checkers miss
 
+from .dial import split_address
 from .errors import AuthError, ConnectionLostError, ProtocolError
-from .link import split_address
 
 STORE_PATH = "/v1/store/"
 POLL_S = 10.0

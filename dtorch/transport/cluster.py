@@ -1,0 +1,211 @@
+"""What the control plane says beyond one machine: between a client and a head, and between a head and its workers.
+
+The messages of ``messages.py`` are used as they are; here are those that a shared cluster adds. Between hosts there is no
+shared memory, so large bytes travel as *streams*: parts of at most ``PART_BYTES``, which a head passes on as they come,
+reading nothing of them but session and stream.
+
+    client                                       head                                    worker
+      | -- GET /v1/client, Bearer key ----------> |                                        |
+      | -- Attach(version, ticket, received) ---> | <---- GET /v1/worker, Bearer key ----- |
+      | <- Attached(version, session, ticket) --- | <---- Enlist(version, devices, ...) -- |
+      |                                           | ----- Enlisted(version, worker) -----> |
+      | -- Reserve(devices) --------------------> | ----- Open(session, tenant, ...) ----> |
+      | -- Define, Part*, Submit ---------------> | ----- Define, Part*, Batch ----------> |
+      | <- Finished, Answer, Part*, ... --------- | <---- Part*, Done -------------------- |
+      | -- Leave -------------------------------> | ----- Drop(session) -----------------> |
+
+After the two first messages, frames are numbered (``numbered.py``): a ticket and the number of the last frame received
+continue a stream whose connection broke.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .messages import (
+    Allow,
+    AskRandomState,
+    AskStatistics,
+    Batch,
+    Blob,
+    Define,
+    Done,
+    Failure,
+    Fetch,
+    Forget,
+    RandomState,
+    Seed,
+    Statistics,
+    Stop,
+    StreamBlob,
+    Value,
+)
+
+PART_BYTES = 256 * 1024
+"""Bytes in one part of a stream: little enough that others' messages need not wait long behind it."""
+
+# ---- both ways
+
+
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """A piece of a stream: of an upload towards the workers, of a value towards the client."""
+
+    session: int
+    stream: int
+    offset: int  # in the stream, bytes
+    data: memoryview
+    mesh: int = 0  # of an upload: the mesh whose workers need it
+    total: int = 0  # of an upload: bytes of the whole stream
+
+
+# ---- client -> head
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    version: int
+    ticket: str = ""  # of the session to go on with; "" opens one
+    received: int = 0  # number of the last frame that the client has had
+    name: str = ""  # for people who list sessions
+
+
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Asks for the devices of a new mesh, before the mesh is announced."""
+
+    session: int
+    ticket: int
+    kind: str
+    devices: tuple[int, ...]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
+    """A batch. Its meshes and definitions came before."""
+
+    session: int
+    seq: int
+    signatures: tuple[int, ...]  # called in ``body``
+    body: bytes
+    freed_meshes: tuple[int, ...] = ()  # meshes whose tensors died
+    uploads: tuple[Blob | StreamBlob, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The client ends its session."""
+
+    session: int
+
+
+# ---- head -> client
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    version: int
+    session: int
+    ticket: str  # proves that the client is the one that opened the session
+    received: int  # number of the last frame that the head has had
+    devices: dict[str, int]  # kind -> how many a mesh of this session may have now
+    grace_s: float  # how long a broken connection may take to come back
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    seq: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """A fetch is settled: controller's ``Settled``."""
+
+    ticket: int
+    values: tuple[Value, ...]
+    error: tuple[int, int] | None
+
+
+class Counts(msgspec.Struct, frozen=True, tag="counts"):
+    """Answer to AskStatistics."""
+
+    ticket: int
+    statistics: tuple[Statistics, ...]
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
+    worker: int
+    failure: Failure
+
+
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """Answer to Reserve. ``error`` is the name of an exception of ``errors.py``, "" when the devices are there."""
+
+    ticket: int
+    error: str = ""
+    text: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The session is over. ``error`` is the name of an exception of ``errors.py``."""
+
+    error: str
+    text: str
+    worker: int = -1  # of a WorkerLostError
+
+
+class Devices(msgspec.Struct, frozen=True, tag="devices"):
+    """Workers came or went."""
+
+    devices: dict[str, int]
+
+
+# ---- worker -> head
+
+
+class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
+    version: int
+    pid: int
+    devices: tuple[tuple[str, int], ...]  # (kind, number on the worker) of each device offered
+    name: str = ""
+    labels: dict[str, str] = {}
+    ticket: str = ""  # of the place in the pool to go on with; "" asks for one
+    received: int = 0
+
+
+# ---- head -> worker
+
+
+class Enlisted(msgspec.Struct, frozen=True, tag="enlisted"):
+    version: int
+    worker: int  # its number in the pool
+    ticket: str
+    received: int
+    grace_s: float
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """A session is about to use this worker."""
+
+    session: int
+    tenant: str  # who is served: sessions of one tenant share its weight
+    weight: float
+    priority: int  # higher ones go first, always
+    max_bytes: int  # that the session's tensors may hold on this worker; 0: no limit
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """A session is over: free what it holds, forget what it does."""
+
+    session: int
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """The client of a session has taken in this many bytes of parts, and so many more may be sent."""
+
+    session: int
+    size_bytes: int
+
+
+FromClient = (
+    Attach | Reserve | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | Leave
+)  # fmt: skip
+ToClient = Attached | Finished | Answer | Counts | CallFailed | Reserved | Ended | Devices | Part
+FromPoolWorker = Enlist | Done | Failure | Statistics | RandomState | Part
+ToPoolWorker = (
+    Enlisted | Open | Drop | Credit | Part | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState
+    | RandomState | Stop
+)  # fmt: skip

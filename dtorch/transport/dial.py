@@ -1,0 +1,131 @@
+"""Making links: where an address leads, who is trusted there, and the first words."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+
+import aiohttp
+from aiohttp import WSCloseCode
+
+from . import codec
+from .errors import AuthError, ConnectionLostError, ProtocolError
+from .link import CLOSE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, WORKER_PATH, Link, WebSocketLink
+from .messages import PROTOCOL_VERSION, Hello, Welcome
+
+
+async def connect(address: str, token: str, hello: Hello) -> Link:
+    """Link to the server at ``address`` and say ``hello``.
+
+    Raises:
+        AuthError: the server does not know the token.
+        ConnectionLostError: no server there, or it went away.
+        ProtocolError: the server refused the Hello or is no dtorch controller.
+    """
+    link, frame = await dial(address, WORKER_PATH, token, codec.encode(hello))
+    try:
+        welcome = codec.decode_to_worker(frame)
+        if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"expected Welcome of version {PROTOCOL_VERSION}, got {welcome!r:.100}")
+    except BaseException:
+        await link.close()
+        raise
+    link.session = welcome.session
+    return link
+
+
+async def dial(
+    address: str, path: str, token: str, first: bytes, tls: ssl.SSLContext | None = None
+) -> tuple[WebSocketLink, bytes]:
+    """A websocket to ``path`` at ``address``, and the answer to the frame ``first``.
+
+    Args:
+        address: as of :func:`split_address`.
+        token: sent as a bearer token.
+        tls: whom to trust, for a "tls" address; the system's authorities by default.
+
+    Raises:
+        AuthError: the server does not know the token.
+        ConnectionLostError: no server there, or it went away.
+        ProtocolError: the server refused the frame or speaks another protocol.
+    """
+    connector, url = _target(address)
+    # The session ends with the link, or here when the handshake fails.
+    session = aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"})
+    link: WebSocketLink | None = None
+    try:
+        ws = await session.ws_connect(
+            url + path,
+            timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
+            compress=0,
+            heartbeat=None,
+            max_msg_size=codec.MAX_FRAME_BYTES + 1,
+            ssl=True if tls is None else tls,
+        )
+        link = WebSocketLink(ws, session.close)
+        link.send_nowait(first)
+        frame = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT_S)
+        if frame is None:
+            refused = link.close_code in (WSCloseCode.PROTOCOL_ERROR, WSCloseCode.UNSUPPORTED_DATA)
+            raise (ProtocolError if refused else ConnectionLostError)(link.reason or f"{address} hung up")
+    except aiohttp.WSServerHandshakeError as error:
+        await session.close()
+        if error.status in (401, 403):
+            raise AuthError(f"{address} does not accept this {'token' if path == WORKER_PATH else 'key'}") from error
+        if error.status == 429:
+            raise AuthError(f"{address} has refused too many keys from here and listens again in a minute") from error
+        raise ProtocolError(f"{address} is no dtorch controller: HTTP status {error.status}") from error
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        await _drop(link, session)
+        if isinstance(error, ConnectionLostError):
+            raise
+        raise ConnectionLostError(f"no link to {address}: {error or 'no answer in time'}") from error
+    except BaseException:
+        await _drop(link, session)
+        raise
+    return link, frame
+
+
+async def _drop(link: WebSocketLink | None, session: aiohttp.ClientSession) -> None:
+    if link is not None:
+        await link.close()
+    await session.close()
+
+
+def split_address(address: str) -> tuple[str, str, int]:
+    """``("unix", path, 0)``, ``("tcp", host, port)`` or ``("tls", host, port)``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest:
+        return "unix", rest, 0
+    host, _, port = rest.rpartition(":")
+    if kind in ("tcp", "tls") and host and port.isdecimal():
+        return kind, host, int(port)
+    raise ValueError(f'an address is "unix:/path", "tcp:host:port" or "tls:host:port", not {address!r}')
+
+
+def _target(address: str) -> tuple[aiohttp.BaseConnector, str]:
+    kind, place, port = split_address(address)
+    if kind == "unix":
+        return aiohttp.UnixConnector(place), "http://localhost"
+    scheme = "http" if kind == "tcp" else "https"
+    return aiohttp.TCPConnector(), f"{scheme}://[{place}]:{port}" if ":" in place else f"{scheme}://{place}:{port}"
+
+
+def keep_alive(link: WebSocketLink) -> None:
+    """Let the kernel notice within about four seconds that the peer's host is gone or out of reach.
+
+    The peer's kernel answers for it, so a process that is merely busy does not count as gone.
+    """
+    plain = link.get_extra_info("socket")
+    if plain is None or plain.family == socket.AF_UNIX:
+        return
+    options = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 4000))
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options:
+        if hasattr(socket, name):  # not on every system
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
