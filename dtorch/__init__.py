@@ -20,6 +20,7 @@ from dtorch import ops as _ops  # noqa: F401  (fills the op table)
 from dtorch.ops.table import PUBLIC as _PUBLIC
 from dtorch.blocking import BlockingWarning
 from dtorch.capture import compile
+from dtorch.cluster.client import connect
 from dtorch.control import (
     MemoryStats,
     Statistics,
@@ -96,6 +97,7 @@ __all__ = [
     "auto_redistribute",
     "check_finite",
     "compile",
+    "connect",
     "current_session",
     "distribute",
     "empty_init",

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 
+from dtorch.cluster.commands import add_commands, run_command
+
 LIBRARIES = ("torch", "numpy", "aiohttp", "msgspec", "uvloop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the answer is the exit status."""
-    parser = argparse.ArgumentParser(prog="dtorch", description="Look at an installation of dtorch.")
+    parser = argparse.ArgumentParser(prog="dtorch", description="Look at an installation of dtorch, or run a cluster.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     ops = commands.add_parser("ops", help="list the op table")
     ops.add_argument("--missing", action="store_true", help="list torch's ops that have no row instead")
@@ -34,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("--device", default="cpu", help="device type of the mesh")
     explain.add_argument("--brief", action="store_true", help="one row for layers that are alike")
     explain.add_argument("arguments", nargs="*", help="arguments of a script, after --")
+    add_commands(commands)
     chosen = parser.parse_args(arguments)
     try:
+        status = run_command(chosen)
+        if status is not None:
+            return status
         if chosen.command == "explain":
             return _explain(chosen)
         if chosen.command == "ops":
@@ -67,7 +73,7 @@ def rule_name(rule: Callable[..., object]) -> str:
 
 def _ops() -> int:
     rows = list(op_rows())
-    _table(("op", "rule", "kind"), rows)
+    table(("op", "rule", "kind"), rows)
     print(f"{len(rows)} ops")
     return 0
 
@@ -112,7 +118,7 @@ def _doctor(test: bool) -> int:
     import dtorch
 
     print(f"dtorch {dtorch.__version__} on Python {platform.python_version()}, {platform.platform()}")
-    _table(("library", "version"), [(name, _version(name)) for name in LIBRARIES])
+    table(("library", "version"), [(name, _version(name)) for name in LIBRARIES])
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     print(f"devices: cpu with {os.cpu_count()} cores ({torch.get_num_threads()} torch threads), {num_cuda} cuda")
     for index in range(num_cuda):
@@ -159,7 +165,8 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,11 +9,13 @@ import torch
 
 from dtorch.mesh import DeviceMesh
 from dtorch.runtime.recorder import Outgoing, Recorder
-from dtorch.session import Options, Session
+from dtorch.session import Session
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor
+from dtorch.transport.bulk import SegmentPool
 from dtorch.transport.errors import DTorchError, SessionClosedError
 from dtorch.transport.messages import Definition, MeshInfo
+from dtorch.wiring import Options
 
 _new = object.__new__
 
@@ -108,8 +110,8 @@ class DrySession(Session):
         super().__init__(Options())
         self.recorder = DryRecorder(self.nowhere)
 
-    def _start(self, options: Options) -> Any:
-        return self.nowhere
+    def _start(self, options: Options, number: int) -> Any:
+        return SegmentPool(), self.nowhere, number
 
     def _check_devices(self, mesh: DeviceMesh) -> None:
         """Any device may be planned for."""

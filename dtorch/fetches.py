@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from dtorch.tensor import Tensor
 from dtorch.transport.bulk import SegmentPool
 from dtorch.transport.errors import DTorchError
 from dtorch.transport.messages import Fetch, Piece
+
+if TYPE_CHECKING:
+    from dtorch.cluster.remote import RemotePool
 
 INLINE_BYTES = 64 * 1024
 """Tensors up to this size travel inside messages; larger ones through shared memory."""
@@ -54,11 +57,12 @@ class Fetches:
 
     Args:
         recorder: where a request joins the program order.
-        pool: shared memory for large values.
+        pool: memory for large values, shared with the workers or filled by streams.
         failures: where the errors of poisoned values are found.
     """
 
-    def __init__(self, recorder: Recorder, pool: SegmentPool, failures: Failures) -> None:
+    def __init__(self, recorder: Recorder, pool: SegmentPool | RemotePool, failures: Failures) -> None:
+        self._in_memory = isinstance(pool, SegmentPool)
         self._recorder = recorder
         self._pool = pool
         self._failures = failures
@@ -111,7 +115,7 @@ class Fetches:
         into, layout, full, parts = None, None, None, None
         offsets: tuple[int, ...] = ()
         try:
-            if direct and spec.size_bytes > INLINE_BYTES:
+            if self._in_memory and direct and spec.size_bytes > INLINE_BYTES:
                 lease = self._pool.lease(spec.size_bytes)
                 full = lease.tensor.view(spec.dtype).view(spec.shape)
                 into, layout = lease.blob, spec.layout

@@ -23,15 +23,15 @@ from dtorch.fetches import INLINE_BYTES, Fetches
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, normalize
-from dtorch.runtime.controller import Asked, AskedTrace, Controller, Counted, Failed, Sent, Settled
+from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
-from dtorch.runtime.rewrite import RULES, chosen
+from dtorch.runtime.rewrite import chosen
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.tracing import Spans
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
-from dtorch.transport.bulk import Lease, SegmentPool
+from dtorch.transport.bulk import Lease
 from dtorch.transport.errors import (
     ConnectionLostError,
     DTorchError,
@@ -49,25 +49,14 @@ from dtorch.transport.messages import (
     SharedBlob,
     StartTrace,
     Statistics,
+    StreamBlob,
     Trace,
 )
+from dtorch.wiring import Options, Wires, wire
 
 logger = logging.getLogger(__name__)
 
 _new = object.__new__
-
-@dataclass(frozen=True)
-class Options:
-    """What ``dtorch.init`` decides. See there."""
-
-    workers: str = "shared"
-    virtual: tuple[tuple[str, str], ...] = ()
-    listen: str | None = None
-    sync: bool = False
-    num_threads: int = 1
-    start_timeout_s: float = 120.0
-    rules: tuple[str, ...] = tuple(RULES)
-
 
 @dataclass(frozen=True)
 class SignatureFacts:
@@ -90,7 +79,6 @@ class Session:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.number = next(Session._numbers)
         self.num_mutations = 0
         self.num_misses = 0  # calls whose signature had to be made
         self._virtual = dict(options.virtual)
@@ -103,32 +91,18 @@ class Session:
         self._signatures: dict[int, SignatureFacts] = {}
         self.program_lines: dict[int, list[Any]] = {}  # signature of a program -> its calls with their source lines
         self.epoch = 0  # changes when signatures are forgotten
-        self._pool = SegmentPool()
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
         self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
         self._finished_beyond: set[int] = set()
-        self.thread = self._start(options)
+        self._pool, self.thread, self.number = self._start(options, next(Session._numbers))
         # All workers draw alike, whatever the preloaded process has in its generator.
         self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
         self._fetches = Fetches(self.recorder, self._pool, self._failures)
 
-    def _start(self, options: Options) -> ControllerThread:
-        kinds = {"cpu", *self._virtual} if options.workers == "shared" else set()
-        shared = frozenset(k for k in kinds if self._virtual.get(k, k) == "cpu")
-        return ControllerThread(
-            Controller(self.number, shared),
-            self,
-            entry="dtorch.worker:main",
-            worker_args={
-                "virtual": self._virtual,
-                "num_threads": options.num_threads,
-                "rules": options.rules,
-            },
-            listen=options.listen,
-            start_timeout_s=options.start_timeout_s,
-        )
+    def _start(self, options: Options, number: int) -> Wires:
+        return wire(options, number, self)
 
     # ---- meshes and specs
 
@@ -151,6 +125,9 @@ class Session:
         return known
 
     def _check_devices(self, mesh: DeviceMesh) -> None:
+        if not isinstance(self.thread, ControllerThread):
+            self.thread.reserve(mesh.device_type, tuple(mesh.devices))
+            return
         kind, _, only = self._virtual.get(mesh.device_type, mesh.device_type).partition(":")
         if kind == "cuda":
             have = torch.cuda.device_count()
@@ -255,7 +232,7 @@ class Session:
         if sig is None:
             sig = self._upload_signatures[key] = self._define_upload(spec, kernel)
         size = data.numel() * data.element_size()
-        blob: Blob | SharedBlob
+        blob: Blob | SharedBlob | StreamBlob
         if size <= INLINE_BYTES:
             blob = Blob(data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if size else b"")
         else:
@@ -263,9 +240,12 @@ class Session:
             lease.tensor.view(data.dtype).view(data.shape).copy_(data)
             blob = lease.blob
         slot = self.recorder.upload(sig.id, blob, source(_getframe(1)))
-        if isinstance(blob, SharedBlob):
+        if not isinstance(blob, Blob):
             with self._lock:
                 self._uploading.append((self.recorder.next_seq, lease))
+            if isinstance(blob, StreamBlob):
+                self.recorder.flush()  # it may take a while: begin now
+                self.thread.wait_for_room()
         if self.recorder.is_sync:
             self.recorder.after_put()
         made = _new(Tensor)
@@ -340,6 +320,9 @@ class Session:
 
     def lost(self, worker: int, reason: str) -> None:
         self._end(WorkerLostError(f"worker {worker}", reason))
+
+    def gone(self, error: DTorchError) -> None:
+        self._end(error)
 
     def broken(self, error: BaseException) -> None:
         self._end(ConnectionLostError(f"the controller failed: {type(error).__name__}: {error}"))
@@ -516,6 +499,9 @@ def init(
 ) -> Session:
     """Start the runtime, or start it afresh with other options. Optional: defaults start on first use.
 
+    With DTORCH_HEAD set it connects to that head (see ``dtorch.connect``), whose workers are as they are: of the options,
+    only ``sync`` has a say then.
+
     Args:
         workers: "shared" (one process hosts all CPU devices; default) or "per-device" (one process each, gloo between
             them). CUDA devices always have a process each. DTORCH_WORKERS sets the default.
@@ -533,7 +519,6 @@ def init(
     Raises:
         ValueError: an option has a value that it cannot have.
     """
-    global _session
     workers = workers or os.environ.get("DTORCH_WORKERS") or "shared"
     if workers not in ("shared", "per-device"):
         raise ValueError(f"workers must be 'shared' or 'per-device', not {workers!r}")
@@ -546,8 +531,7 @@ def init(
                 f"virtual={{{kind!r}: {other!r}}}: "
                 "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
             )
-    if sync is None:
-        sync = os.environ.get("DTORCH_SYNC", "") not in ("", "0")
+    sync = default_sync() if sync is None else sync
     if num_threads is None:
         num_threads = torch.get_num_threads()
     if num_threads < 1 or start_timeout_s <= 0:
@@ -558,7 +542,20 @@ def init(
     own = _own.get()
     if own is not None:
         return own
-    options = Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules)
+    if os.environ.get("DTORCH_HEAD"):
+        from dtorch.cluster.client import connect
+
+        return connect(sync=sync)
+    return start(Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules))
+
+
+def default_sync() -> bool:
+    return os.environ.get("DTORCH_SYNC", "") not in ("", "0")
+
+
+def start(options: Options) -> Session:
+    """End the session in use, if there is one, and make one with these options that takes its place."""
+    global _session
     with _guard:
         shutdown()
         _session = Session(options)

@@ -26,6 +26,9 @@ def words(text: str) -> tuple[str, ...]:
 
 DECIDERS = (
     "assemble.py",
+    "cluster/pool.py",
+    "cluster/quotas.py",
+    "cluster/refusals.py",
     "ops/_call.py",
     "ops/_choose.py",
     "ops/_rules.py",
@@ -33,11 +36,14 @@ DECIDERS = (
     "runtime/layout.py",
     "runtime/moves.py",
     "runtime/plan.py",
+    "runtime/shares.py",
     "runtime/slots.py",
     "runtime/template.py",
     "runtime/windows.py",
+    "transport/cluster.py",
     "transport/codec.py",
     "transport/messages.py",
+    "transport/numbered.py",
 )
 """Plain code that decides. Not ``runtime/recorder.py``: it holds a lock and asks whether an event loop runs."""
 

@@ -281,6 +281,10 @@ class Controller:
     def worker_of(self, kind: str, device: int) -> int | None:
         return self._hosts.get((kind, device))
 
+    def workers_of(self, mesh: int) -> tuple[int, ...]:
+        """The workers that host a mesh's devices; () when it is unknown."""
+        return self._mesh_workers.get(mesh, ())
+
     def is_starting(self, worker: int) -> bool:
         """Was it asked for, and has neither joined nor ended?"""
         found = self._workers.get(worker)

@@ -6,8 +6,9 @@ failed), or None.
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ class Executor:
         self.worker = worker
         self._report = report
         self._rules = rules
-        self.binder = Binder(worker, resolve, device_of, make_group)
+        self.binder = self.make_binder(worker, resolve, device_of, make_group)
         self.meshes, self.places = self.binder.meshes, self.binder.places
         self._place_index = self.binder.place_index
         self.device_of = self.binder.device_of
@@ -111,6 +112,20 @@ class Executor:
             "calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0, "exchanged_bytes": 0
         }
         self.binder.files = FileAccess.within(folders, self.counters)
+
+    make_binder = Binder
+
+    @property
+    def held_bytes(self) -> int:
+        """What the session holds here, where that is counted."""
+        return 0
+
+    clock_ns = staticmethod(time.perf_counter_ns)
+    """Measures the time that batches take."""
+
+    def refuse(self, seq: int, body: bytes, reason: str) -> None:
+        """Let every call of a batch fail with a QuotaError."""
+        raise ProtocolError("only a head refuses batches, and only workers of a head know how")
 
     # ---- definitions
 
@@ -265,9 +280,13 @@ class Executor:
             if memory.watching:
                 memory.observe()
 
+    def observer(self) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
+        """What looks on between the instructions of a run: (instructions, index of the hosted place) -> the same ones."""
+        return self.memory.observe_step if self.memory.watching else None
+
     def _run_local(self, index: int, runs: list[Run]) -> None:
         s = self.stores[index]
-        observe = self.memory.observe_step if self.memory.watching else None
+        observe = self.observer()
         tracer = self.tracer
         for run in runs:
             code = run.code

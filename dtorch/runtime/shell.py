@@ -35,7 +35,7 @@ from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
-from dtorch.transport.errors import ConnectionLostError, ProtocolError
+from dtorch.transport.errors import ConnectionLostError, DTorchError, ProtocolError
 from dtorch.transport.link import Link, Server
 from dtorch.transport.messages import Hello
 from dtorch.transport.store import StoreService
@@ -56,6 +56,10 @@ class Listener(Protocol):
     def lost(self, worker: int, reason: str) -> None: ...
     def broken(self, error: BaseException) -> None:
         """The controller itself failed; nothing will come back any more."""
+        ...
+
+    def gone(self, error: DTorchError) -> None:
+        """A head has ended the session, or is out of reach."""
         ...
 
     def tick(self) -> None: ...
@@ -109,7 +113,7 @@ class ControllerThread:
         self._lost = False
         self._over = False  # nothing will finish any more
         self.spans: Spans | None = None  # while a profile runs
-        self.loop: asyncio.AbstractEventLoop = _new_loop()
+        self.loop: asyncio.AbstractEventLoop = new_loop()
         self._spinner = Spinner(self.loop)
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
         self._launcher.start()  # before there is a thread, so that this process may be forked
@@ -401,7 +405,8 @@ class ControllerThread:
         self._listener.tick()
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A loop of uvloop where there is one."""
     try:
         import uvloop
     except ImportError:  # not made for this system

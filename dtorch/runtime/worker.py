@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -158,14 +157,17 @@ class Worker:
                 assert_never(message)
 
     def _batch(self, batch: Batch) -> None:
-        started = time.perf_counter_ns()
         executor = self._session(batch.session)
+        started = executor.clock_ns()
         uploads = [self._bytes_of(blob) for blob in batch.uploads]
-        executor.run(batch.seq, batch.body, uploads)
+        if batch.refused:
+            executor.refuse(batch.seq, batch.body, batch.refused)
+        else:
+            executor.run(batch.seq, batch.body, uploads)
         values: tuple[Value, ...] = ()
         if batch.fetches:
             values = tuple(value for f in batch.fetches if (value := self._fetch(executor, f)) is not None)
-        self._send(Done(batch.session, batch.seq, time.perf_counter_ns() - started, values))
+        self._send(Done(batch.session, batch.seq, executor.clock_ns() - started, values, executor.held_bytes))
 
     def _fetch(self, executor: Executor, fetch: Fetch) -> Value | None:
         mesh = executor.meshes[fetch.mesh]

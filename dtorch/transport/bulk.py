@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from .errors import ConnectionLostError, ProtocolError
-from .messages import SharedBlob
+from .messages import SharedBlob, StreamBlob
 
 _NAME = "dtorch"
 _PAGE = mmap.PAGESIZE
@@ -113,7 +113,7 @@ class Lease(NamedTuple):
     """
 
     tensor: torch.Tensor  # uint8, exactly the size asked for
-    blob: SharedBlob
+    blob: SharedBlob | StreamBlob  # shared memory, or what takes its place between hosts
 
 
 class PoolStatistics(NamedTuple):

@@ -26,6 +26,7 @@ from .messages import (
     Allow,
     AskRandomState,
     AskStatistics,
+    AskTrace,
     Batch,
     Blob,
     Define,
@@ -35,9 +36,11 @@ from .messages import (
     Forget,
     RandomState,
     Seed,
+    StartTrace,
     Statistics,
     Stop,
     StreamBlob,
+    Trace,
     Value,
 )
 
@@ -126,6 +129,13 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
     statistics: tuple[Statistics, ...]
 
 
+class Traces(msgspec.Struct, frozen=True, tag="traces"):
+    """Answer to AskTrace."""
+
+    ticket: int
+    traces: tuple[Trace, ...]
+
+
 class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
     worker: int
     failure: Failure
@@ -166,6 +176,10 @@ class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
     received: int = 0
 
 
+class Retire(msgspec.Struct, frozen=True, tag="retire"):
+    """The worker leaves the pool."""
+
+
 # ---- head -> worker
 
 
@@ -201,11 +215,11 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
 
 
 FromClient = (
-    Attach | Reserve | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | Leave
+    Attach | Reserve | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | StartTrace | AskTrace | Leave
 )  # fmt: skip
-ToClient = Attached | Finished | Answer | Counts | CallFailed | Reserved | Ended | Devices | Part
-FromPoolWorker = Enlist | Done | Failure | Statistics | RandomState | Part
+ToClient = Attached | Finished | Answer | Counts | Traces | CallFailed | Reserved | Ended | Devices | Part
+FromPoolWorker = Enlist | Retire | Done | Failure | Statistics | RandomState | Trace | Part
 ToPoolWorker = (
     Enlisted | Open | Drop | Credit | Part | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState
-    | RandomState | Stop
+    | RandomState | StartTrace | AskTrace | Stop
 )  # fmt: skip

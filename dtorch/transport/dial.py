@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import WSCloseCode
@@ -106,6 +107,24 @@ def split_address(address: str) -> tuple[str, str, int]:
     if kind in ("tcp", "tls") and host and port.isdecimal():
         return kind, host, int(port)
     raise ValueError(f'an address is "unix:/path", "tcp:host:port" or "tls:host:port", not {address!r}')
+
+
+def address_of(url: str) -> str:
+    """The address that a URL such as ``wss://host:port`` stands for; ``ws`` and ``http`` are without TLS.
+
+    Raises:
+        ValueError: it names something else, or no port.
+    """
+    scheme, found, rest = url.partition("://")
+    kind = {"ws": "tcp", "http": "tcp", "wss": "tls", "https": "tls"}.get(scheme)
+    parts = urlsplit(f"//{rest}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    if not found or kind is None or not host or port is None or parts.path.strip("/") or parts.username is not None:
+        raise ValueError(f'a head is named like "wss://host:port", or "ws://host:port" without TLS, not {url!r}')
+    return f"{kind}:{host}:{port}"
 
 
 def _target(address: str) -> tuple[aiohttp.BaseConnector, str]:

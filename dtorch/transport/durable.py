@@ -56,10 +56,19 @@ class DurableLink(Link):
         self.closed = False
         self.num_breaks = 0
 
+    def expect_end(self) -> None:
+        """The other end is about to leave: the next break is the end."""
+        self._grace_s = 0.0
+
     @property
     def received(self) -> int:
         """Number of the last frame received."""
         return self._numbered.received
+
+    @property
+    def acknowledged(self) -> int:
+        """Number of the last frame sent that has arrived."""
+        return self._numbered.acknowledged
 
     @property
     def pending_bytes(self) -> int:
@@ -140,6 +149,8 @@ class DurableLink(Link):
         if self._dial is not None:
             return await self._redial(self._dial)
         self._news.clear()
+        if self._grace_s <= 0:
+            return False
         try:
             await asyncio.wait_for(self._news.wait(), self._grace_s)
         except asyncio.TimeoutError:
@@ -197,7 +208,7 @@ class DurableLink(Link):
             await left.wait()
 
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
-        """Say goodbye and end, once all is acknowledged if that does not take long."""
+        """Say goodbye and end."""
         if self.closed:
             return
         link = self._link

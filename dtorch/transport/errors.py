@@ -218,3 +218,6 @@ class QuotaError(DTorchError, RuntimeError):
 
 class ProtocolError(DTorchError, RuntimeError):
     """A peer sent bytes that are not in the vocabulary."""
+
+
+_BASES["QuotaError"] = QuotaError  # raised on a worker that is shared

@@ -63,6 +63,11 @@ class Numbered:
         return wire[HEAD.size :]
 
     @property
+    def acknowledged(self) -> int:
+        """Number of the last frame sent that the other end has acknowledged."""
+        return self._sent - len(self._kept)
+
+    @property
     def owes(self) -> bool:
         """Whether frames were received that the other end does not know to have arrived."""
         return self._owed_frames > 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import ssl
 import time
 import weakref
 from collections import deque
@@ -196,14 +197,23 @@ class SessionStore(Store):
     Keep a reference for as long as a process group made with it lives: torch's C++ calls back into this object.
 
     Args:
-        address: of the session's server, ``"unix:/path"`` or ``"tcp:host:port"``.
+        address: of the session's server, ``"unix:/path"``, ``"tcp:host:port"`` or ``"tls:host:port"``.
         token: the session's.
         prefix: put before every key; groups need different ones.
         timeout: how long ``get`` and ``wait`` wait.
+        tls: whom to trust at a "tls" address; the system's authorities by default.
     """
 
-    def __init__(self, address: str, token: str, prefix: str = "", timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        prefix: str = "",
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__()
+        self._tls = tls
         self._address = address
         self._where = split_address(address)
         self._token = token
@@ -215,7 +225,7 @@ class SessionStore(Store):
 
     def with_prefix(self, prefix: str) -> SessionStore:
         """The same store, its keys below ``prefix`` too."""
-        return SessionStore(self._address, self._token, self._prefix + prefix, self._timeout)
+        return SessionStore(self._address, self._token, self._prefix + prefix, self._timeout, self._tls)
 
     def clone(self) -> SessionStore:
         return self.with_prefix("")
@@ -316,6 +326,8 @@ class SessionStore(Store):
                 return connection
             connection.close()
         kind, place, port = self._where
+        if kind == "tls":
+            return http.client.HTTPSConnection(place, port, context=self._tls)
         return _UnixConnection(place) if kind == "unix" else http.client.HTTPConnection(place, port)
 
 

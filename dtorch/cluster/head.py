@@ -1,0 +1,444 @@
+"""The head of a cluster: the one process that listens, to clients on one side and to workers on the other.
+
+It holds a controller for each session and a link to each worker, and passes on what they say. Tensor data goes through it
+only on the way from and to clients, in parts that it does not look into.
+
+    GET  /v1/client, /v1/worker        websockets, see ``dtorch/transport/cluster.py``
+    POST /v1/store/<operation>         the workers' rendezvous
+    GET  /v1/status, /v1/sessions      JSON
+    POST /v1/drain/<worker>            JSON; for keys of the role "admin"
+    GET  /healthz                      200, for probes; the only one that needs no key
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import WSCloseCode, web
+
+from dtorch.cluster.audit import Audit
+from dtorch.cluster.keys import Key, KeyFile
+from dtorch.cluster.member import ForSession, WorkerEnd
+from dtorch.cluster.pool import Pool
+from dtorch.cluster.quotas import Account
+from dtorch.cluster.refusals import Refusals
+from dtorch.cluster.tenancy import Tenancy
+from dtorch.transport import codec
+from dtorch.transport.cluster import Attach, Attached, Devices, Enlist, Enlisted, ToClient, ToPoolWorker
+from dtorch.transport.dial import keep_alive
+from dtorch.transport.durable import DurableLink
+from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
+from dtorch.transport.link import CLOSE_TIMEOUT_S, WebSocketLink
+from dtorch.transport.messages import PROTOCOL_VERSION, Stop
+from dtorch.transport.store import STORE_PATH, StoreService
+
+logger = logging.getLogger(__name__)
+
+CLIENT_PATH = "/v1/client"
+WORKER_PATH = "/v1/worker"
+CLIENT_FRAME_BYTES = 16 * 1024 * 1024
+"""A client's frame above this is not even read."""
+HANDSHAKE_S = 10.0
+TICK_S = 1.0
+STALL_S = 30.0
+"""A client that acknowledges nothing for so long while bytes wait for it does not read, and is cut off."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_KEY = web.RequestKey("key", Key)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a head listens.
+
+    Attributes:
+        host, port: where; port 0 takes a free one.
+        tls_cert, tls_key: files in PEM form; both or none.
+        keys: the file of API keys.
+        audit: where to log, see ``audit.py``; None for nowhere.
+        grace_s: how long a client may be without a connection before its session ends.
+        worker_grace_s: the same of a worker.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    keys: Path = Path("keys.json")
+    audit: Path | None = None
+    grace_s: float = 3.0
+    worker_grace_s: float = 0.8
+
+
+class Head:
+    """State of the listening process. Belongs to its event loop's thread."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.pool = Pool()
+        self.workers: dict[int, WorkerEnd] = {}
+        self.sessions: dict[int, Tenancy] = {}
+        self.accounts: dict[str, Account] = {}  # by name of the key
+        self.keys = KeyFile(options.keys)
+        self.audit = Audit(options.audit)
+        self.url = ""
+        self._last_session = 0
+        self._refusals = Refusals()
+        self._store = StoreService()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+        self._stalls: dict[int, tuple[int, float]] = {}  # session -> what the client has acknowledged, since when
+        self._started = time.time()
+
+    # ---- start and stop
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken, or a file of TLS cannot be read.
+            ValueError: the file of keys holds something else.
+        """
+        options = self.options
+        tls: ssl.SSLContext | None = None
+        if options.tls_cert is not None:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(options.tls_cert, options.tls_key)
+        self.keys.keys()
+        app = web.Application(middlewares=[self._guard], client_max_size=CLIENT_FRAME_BYTES)
+        app.router.add_get(CLIENT_PATH, self._client)
+        app.router.add_get(WORKER_PATH, self._worker)
+        app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/sessions", self._list_sessions)
+        app.router.add_post("/v1/drain/{worker}", self._drain)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_routes(self._store.routes())
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_TIMEOUT_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, options.host, options.port, ssl_context=tls).start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.url = f"{'ws' if tls is None else 'wss'}://{host}:{self._runner.addresses[0][1]}"
+        self._watching = self._run(self._watch())
+        self.audit.note("head started", url=self.url)
+
+    async def stop(self) -> None:
+        """End every session and every worker, then the listening socket."""
+        for tenancy in list(self.sessions.values()):
+            tenancy.end("ConnectionLostError", "the head stops")
+        self._store.close()
+        for end in self.workers.values():
+            _stop(end, "the head stops")
+        leaving = [task for task in self._tasks if task is not self._watching]
+        if leaving:
+            await asyncio.wait(leaving, timeout=CLOSE_TIMEOUT_S)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.audit.note("head stopped")
+        self.audit.close()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watch(self) -> None:
+        """Once a second: are keys revoked, does anybody not read?"""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._end_revoked()
+            except (OSError, ValueError) as error:
+                logger.error("the file of keys cannot be read: %s", error)
+            for tenancy in list(self.sessions.values()):
+                self._end_stalled(tenancy, loop.time())
+
+    def _end_revoked(self) -> None:
+        known = {key.id: key for key in self.keys.keys()}  # noqa: SIM118  (a method, not a dictionary's)
+        for tenancy in list(self.sessions.values()):
+            key = known.get(tenancy.key.id)
+            if key is None:
+                self.audit.note("session revoked", session=tenancy.number, key=tenancy.key.id)
+                tenancy.end("AuthError", "the key was revoked")
+            else:
+                tenancy.account.limits = key.limits
+
+    def _end_stalled(self, tenancy: Tenancy, now: float) -> None:
+        link = tenancy.link
+        acknowledged = link.acknowledged
+        before, since = self._stalls.get(tenancy.number, (-1, now))
+        if not link.connected or not link.pending_bytes or acknowledged != before:
+            self._stalls[tenancy.number] = (acknowledged, now)
+        elif now - since > STALL_S:
+            tenancy.end("ProtocolError", f"the client has read nothing for {STALL_S:g} s")
+
+    # ---- who may
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/healthz":
+            return await handler(request)
+        now = asyncio.get_running_loop().time()
+        address = request.remote or "?"
+        if not self._refusals.listens_to(address, now):
+            raise web.HTTPTooManyRequests(text="too many wrong keys from here; try again in a minute")
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        try:
+            key = self.keys.verify(given if scheme == "Bearer" else "")
+        except AuthError as error:
+            self._refusals.refused(address, now)
+            self.audit.note("key refused", address=address, path=request.path)
+            raise web.HTTPUnauthorized(text=str(error)) from None
+        needed = _role(request)
+        if needed is not None and key.role not in (needed, "admin"):
+            self.audit.note("role refused", address=address, path=request.path, key=key.id, role=key.role)
+            raise web.HTTPForbidden(text=f"this needs a key of the role {needed!r}, not {key.role!r}")
+        request[_KEY] = key
+        return await handler(request)
+
+    async def _first(self, request: web.Request) -> tuple[web.WebSocketResponse, WebSocketLink, bytes | None]:
+        ws = web.WebSocketResponse(
+            timeout=CLOSE_TIMEOUT_S, compress=False, heartbeat=None,
+            max_msg_size=CLIENT_FRAME_BYTES if request.path == CLIENT_PATH else codec.MAX_FRAME_BYTES,
+        )
+        await ws.prepare(request)
+        link = WebSocketLink(ws)
+        keep_alive(link)
+        try:
+            frame = await asyncio.wait_for(link.receive(), HANDSHAKE_S)
+        except asyncio.TimeoutError:
+            await link.close("nothing was said in time", WSCloseCode.POLICY_VIOLATION)
+            frame = None
+        return ws, link, frame
+
+    async def _refuse(self, link: WebSocketLink, reason: str, **facts: Any) -> None:
+        self.audit.note("refused", reason=reason, **facts)
+        await link.close(reason, WSCloseCode.PROTOCOL_ERROR)
+
+    # ---- clients
+
+    async def _client(self, request: web.Request) -> web.StreamResponse:
+        key = request[_KEY]
+        ws, link, frame = await self._first(request)
+        if frame is None:
+            return ws
+        try:
+            asked = codec.decode_from_client(frame)
+            if not isinstance(asked, Attach):
+                raise ProtocolError(f"expected Attach first, got {type(asked).__name__}")
+            _check_version(asked.version)
+            tenancy = self._session(key, asked, link, request.remote or "?")
+            answer = Attached(
+                PROTOCOL_VERSION, tenancy.number, tenancy.ticket, tenancy.link.received,
+                self.pool.counts(tenancy.number), self.options.grace_s,
+            )
+            _say(link, answer)
+            if asked.ticket:
+                await tenancy.link.attach(link, asked.received)
+            else:
+                self._run(tenancy.serve())
+            await tenancy.link.wait_left(link)
+        except (ProtocolError, QuotaError) as error:
+            await self._refuse(link, str(error), key=key.id, address=request.remote)
+        except ConnectionLostError as error:
+            logger.debug("a client left in its handshake: %s", error)
+        finally:
+            await link.close()
+        return ws
+
+    def _session(self, key: Key, asked: Attach, link: WebSocketLink, address: str) -> Tenancy:
+        """The session that a client opens, or goes on with."""
+        if asked.ticket:
+            number, _, _ = asked.ticket.partition(".")
+            found = self.sessions.get(int(number)) if number.isdecimal() and len(number) < 20 else None
+            if found is None or not hmac.compare_digest(found.ticket.encode(), asked.ticket.encode("utf-8", "replace")):
+                raise ProtocolError("the session is over, or was never here")
+            if found.key.id != key.id:
+                raise ProtocolError("the session was opened with another key")
+            return found
+        account = self.accounts.setdefault(key.name, Account(key.name, key.limits))
+        account.limits = key.limits
+        new = self._last_session + 1
+        account.open(new)
+        self._last_session = new
+        durable = DurableLink(link, self.options.grace_s)
+        tenancy = self.sessions[new] = Tenancy(new, key, account, durable, self, asked.name[:100])
+        self.audit.note("session opened", session=new, key=key.id, tenant=key.name, address=address)
+        return tenancy
+
+    def ended(self, tenancy: Tenancy) -> None:
+        """A session is over and has let everything go."""
+        self.sessions.pop(tenancy.number, None)
+        self._stalls.pop(tenancy.number, None)
+        self._store.state.delete_prefix(f"{tenancy.number}/")
+        self.audit.note("session ended", session=tenancy.number, key=tenancy.key.id, reason=tenancy.over)
+        self._run(tenancy.link.finish())
+        for end in list(self.workers.values()):
+            self._stop_drained(end)
+
+    # ---- workers
+
+    async def _worker(self, request: web.Request) -> web.StreamResponse:
+        ws, link, frame = await self._first(request)
+        if frame is None:
+            return ws
+        try:
+            asked = codec.decode_from_pool_worker(frame)
+            if not isinstance(asked, Enlist):
+                raise ProtocolError(f"expected Enlist first, got {type(asked).__name__}")
+            _check_version(asked.version)
+            end = self._enlist(asked, link, request.remote or "?")
+            _say(link, Enlisted(PROTOCOL_VERSION, end.number, end.ticket, end.link.received, self.options.worker_grace_s))
+            if asked.ticket:
+                await end.link.attach(link, asked.received)
+            else:
+                self._run(self._serve_worker(end))
+            await end.link.wait_left(link)
+        except ProtocolError as error:
+            await self._refuse(link, str(error), address=request.remote)
+        except ConnectionLostError as error:
+            logger.debug("a worker left in its handshake: %s", error)
+        finally:
+            await link.close()
+        return ws
+
+    def _enlist(self, asked: Enlist, link: WebSocketLink, address: str) -> WorkerEnd:
+        if asked.ticket:
+            number, _, _ = asked.ticket.partition(".")
+            found = self.workers.get(int(number)) if number.isdecimal() and len(number) < 20 else None
+            if found is None or not hmac.compare_digest(found.ticket.encode(), asked.ticket.encode("utf-8", "replace")):
+                raise ProtocolError("this worker was given up")
+            return found
+        if not asked.devices or len(set(asked.devices)) != len(asked.devices):
+            raise ProtocolError(f"a worker offers distinct devices, not {asked.devices}")
+        member = self.pool.enlist(asked.devices, asked.name, asked.labels)
+        end = self.workers[member.number] = WorkerEnd(member, DurableLink(link, self.options.worker_grace_s), address)
+        self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
+        self._tell_devices()
+        return end
+
+    async def _serve_worker(self, end: WorkerEnd) -> None:
+        try:
+            await end.serve(self._route)
+            reason = end.reason or end.link.reason or "its connection closed"
+        except ProtocolError as error:
+            reason = f"it sent what cannot be right: {error}"
+        await end.link.close(reason)
+        self.workers.pop(end.number, None)
+        self.pool.remove(end.number)
+        self.audit.note("worker left", worker=end.member.name, reason=reason)
+        for tenancy in list(self.sessions.values()):
+            tenancy.worker_gone(end.number, reason)
+        self._tell_devices()
+
+    def _route(self, end: WorkerEnd, message: ForSession, frame: bytes) -> None:
+        tenancy = self.sessions.get(message.session)
+        if tenancy is not None:
+            tenancy.received(end, message, frame)
+
+    def _tell_devices(self) -> None:
+        for tenancy in self.sessions.values():
+            tenancy.send(Devices(self.pool.counts(tenancy.number)))
+
+    def _stop_drained(self, end: WorkerEnd) -> None:
+        if end.member.draining and not end.member.sessions and not end.reason:
+            _stop(end, "it was drained")
+
+    # ---- for people
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _status(self, _: web.Request) -> web.Response:
+        workers = [
+            {
+                "number": end.number,
+                "name": end.member.name,
+                "devices": [f"{kind}:{number}" for kind, number in end.member.devices],
+                "labels": end.member.labels,
+                "address": end.address,
+                "sessions": sorted(end.member.sessions),
+                "state": "draining" if end.member.draining else "up" if end.link.connected else "reconnecting",
+            }
+            for end in self.workers.values()
+        ]
+        facts = {
+            "url": self.url, "since": self._started, "devices": self.pool.counts(), "num_sessions": len(self.sessions),
+            "workers": workers,
+        }
+        return _json(facts)
+
+    async def _list_sessions(self, request: web.Request) -> web.Response:
+        key = request[_KEY]
+        sessions = []
+        for tenancy in self.sessions.values():
+            if key.role != "admin" and tenancy.key.name != key.name:
+                continue
+            num_devices, held_bytes, num_ops = tenancy.account.use_of(tenancy.number)
+            sessions.append(
+                {
+                    "number": tenancy.number, "tenant": tenancy.key.name, "name": tenancy.name, "since": tenancy.opened,
+                    "devices": num_devices, "held_bytes": held_bytes, "ops_in_flight": num_ops,
+                    "state": "connected" if tenancy.link.connected else "reconnecting",
+                }
+            )
+        return _json(sessions)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        member = self.pool.find(request.match_info["worker"])
+        if member is None:
+            names = ", ".join(each.name for each in self.pool.members.values()) or "none"
+            return web.Response(status=404, text=f"no such worker; there are: {names}")
+        member.draining = True
+        self.audit.note("drain", worker=member.name, key=request[_KEY].id)
+        self._tell_devices()
+        waits_for = sorted(member.sessions)
+        self._stop_drained(self.workers[member.number])
+        return _json({"worker": member.name, "waits_for_sessions": waits_for})
+
+
+def _stop(end: WorkerEnd, reason: str) -> None:
+    end.reason = reason
+    end.send(Stop())
+    end.link.expect_end()
+
+
+def _role(request: web.Request) -> str | None:
+    """The role that a path asks for; None: any key will do."""
+    path = request.path
+    if path == CLIENT_PATH:
+        return "client"
+    if path == WORKER_PATH or path.startswith(STORE_PATH):
+        return "worker"
+    return "admin" if path.startswith("/v1/drain/") else None
+
+
+def _check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"this head speaks version {PROTOCOL_VERSION}, its peer {version}")
+
+
+def _say(link: WebSocketLink, message: ToClient | ToPoolWorker) -> None:
+    link.send_nowait(codec.encode(message))
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,67 @@
+"""A worker as the head sees it: a place in the pool and a link that may break and come back."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from dtorch.cluster.pool import Member
+from dtorch.transport import codec
+from dtorch.transport.cluster import Open, Part, Retire, ToPoolWorker
+from dtorch.transport.durable import DurableLink
+from dtorch.transport.errors import ConnectionLostError
+from dtorch.transport.messages import Done, Failure, RandomState, Statistics, Trace
+
+ForSession = Done | Failure | Statistics | RandomState | Trace | Part
+"""What a worker says about one session."""
+
+WINDOW_BYTES = 8 * 1024 * 1024
+"""Sent to a worker and not acknowledged: above this its sessions' clients have to wait."""
+
+
+class WorkerEnd:
+    """The head's end of one worker.
+
+    Attributes:
+        member: its entry in the pool.
+        link: where frames go.
+        ticket: with it a worker whose connection broke takes its place again.
+    """
+
+    def __init__(self, member: Member, link: DurableLink, address: str) -> None:
+        self.member = member
+        self.link = link
+        self.address = address
+        self.ticket = f"{member.number}.{secrets.token_urlsafe(32)}"
+        self.reason = ""  # why it is about to be given up
+
+    @property
+    def number(self) -> int:
+        return self.member.number
+
+    def send(self, message: ToPoolWorker) -> None:
+        self.send_frame(codec.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Frames for a worker that is gone are dropped: its sessions are told of its end."""
+        try:
+            self.link.send_nowait(frame)
+        except ConnectionLostError:
+            return
+
+    def open(self, session: int, tenant: str, weight: float, priority: int, max_bytes: int) -> None:
+        self.send(Open(session, tenant, weight, priority, max_bytes))
+
+    async def serve(self, route: Callable[[WorkerEnd, ForSession, bytes], None]) -> None:
+        """Pass on what the worker says until it is gone.
+
+        Raises:
+            ProtocolError: it sent what is not in the vocabulary.
+        """
+        while (frame := await self.link.receive()) is not None:
+            message = codec.decode_from_pool_worker(frame)
+            if isinstance(message, ForSession):
+                route(self, message, frame)
+            elif isinstance(message, Retire):
+                self.reason = self.reason or "it left the pool"
+                return

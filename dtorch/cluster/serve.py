@@ -1,0 +1,308 @@
+"""A worker's process in a cluster: ``dtorch worker --head ... --devices ...``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import assert_never
+
+from dtorch import creation
+from dtorch.cluster.lodger import Lodger
+from dtorch.cluster.pool import Device
+from dtorch.ops import custom, table
+from dtorch.ops._call import FLAT
+from dtorch.runtime.turns import Turns
+from dtorch.transport import cluster, codec
+from dtorch.transport.cluster import Enlist, Enlisted, Retire, ToPoolWorker
+from dtorch.transport.dial import address_of, dial, keep_alive
+from dtorch.transport.durable import DurableLink
+from dtorch.transport.errors import ConnectionLostError, ProtocolError
+from dtorch.transport.link import Link, WebSocketLink
+from dtorch.transport.messages import (
+    PROTOCOL_VERSION,
+    Allow,
+    AskRandomState,
+    AskStatistics,
+    AskTrace,
+    Batch,
+    Define,
+    Forget,
+    FromWorker,
+    RandomState,
+    Seed,
+    StartTrace,
+    Stop,
+)
+
+if TYPE_CHECKING:
+    from dtorch.transport.groups import Group
+
+logger = logging.getLogger(__name__)
+
+WORKER_PATH = "/v1/worker"
+GROUP_TIMEOUT_S = 1800.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
+JOIN_S = 1.0
+
+assert creation.FACTORIES  # imported for what it adds to the op table
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker brings to a pool.
+
+    Attributes:
+        head: URL of the head.
+        key: an API key of the role "worker".
+        devices: as of :func:`parse_devices`.
+        name: for people; the head gives one when it is empty.
+        labels: facts such as ``{"rack": "a"}``, for people and for placing.
+        address: of this host for other workers; the one that the connection to the head has, when left out.
+        allow: modules from which ops of users may be imported, with their submodules; no others are.
+        folders: where sessions may read and write files of this host, with what is below.
+        num_threads: of torch, for each session.
+        tls: whom to trust; the system's authorities by default.
+    """
+
+    head: str
+    key: str
+    devices: tuple[Device, ...]
+    name: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    address: str = ""
+    allow: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    num_threads: int = 1
+    tls: ssl.SSLContext | None = None
+
+
+def parse_devices(text: str) -> tuple[Device, ...]:
+    """``"cpu:4"`` -> cpu 0 to 3; ``"cuda:all"`` -> every GPU here; several, separated by commas.
+
+    Raises:
+        ValueError: it names no devices, or some that are not here.
+    """
+    found: list[Device] = []
+    for part in text.split(","):
+        kind, _, count = part.strip().partition(":")
+        if kind not in ("cpu", "cuda") or not (count == "all" or (count.isdecimal() and 0 < int(count) <= 4096)):
+            raise ValueError(f'devices are given like "cpu:4" or "cuda:all", not {part!r}')
+        have = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
+        number = have if count == "all" else int(count)
+        if (kind == "cuda" and number > have) or number == 0:
+            raise ValueError(f"{part!r}: this machine has {have} {kind} devices")
+        if any(device[0] == kind for device in found):
+            raise ValueError(f"{text!r} names {kind} devices twice")
+        found += [(kind, index) for index in range(number)]
+    return tuple(found)
+
+
+class PoolWorker:
+    """One worker of a pool; belongs to its event loop's thread.
+
+    Args:
+        say: told of what people should know, as text.
+    """
+
+    def __init__(self, offer: Offer, say: Callable[[str], None] = lambda _: None) -> None:
+        self._offer = offer
+        self._say = say
+        self._address = address_of(offer.head)
+        self._link: DurableLink | None = None
+        self._number = 0
+        self._ticket = ""
+        self._grace_s = 0.0
+        self._host = offer.address
+        self._lodgers: dict[int, Lodger] = {}
+        self._states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # random generators of idle sessions
+        self._has_cuda = any(kind == "cuda" for kind, _ in offer.devices)
+        self._loop = asyncio.get_running_loop()
+        self._turns = Turns(self._change, self._settle)
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            AuthError: the head does not accept the key.
+            ProtocolError: the head refused this worker.
+        """
+        pause_s = FIRST_RETRY_S
+        while not self._stopped:
+            try:
+                link = await self._join()
+            except ConnectionLostError as error:
+                if pause_s == FIRST_RETRY_S:
+                    self._say(f"no head at {self._offer.head} yet: {error}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LAST_RETRY_S)
+                continue
+            pause_s = FIRST_RETRY_S
+            self._say(f"worker {self._number} of {self._offer.head}")
+            try:
+                await self._serve(link)
+            finally:
+                self._drop_all()
+                await link.close()
+            if not self._stopped:
+                self._say(f"lost the head ({link.reason or 'the connection closed'}); joining again")
+
+    def stop(self) -> None:
+        """Leave the pool."""
+        self._stopped = True
+        link = self._link
+        if link is not None and not link.closed:
+            link.send_nowait(codec.encode(Retire()))
+            self._loop.create_task(link.finish())
+
+    async def _join(self) -> DurableLink:
+        self._ticket = ""
+        link, _ = await self._dial(0)
+        self._link = DurableLink(link, self._grace_s, self._dial)
+        return self._link
+
+    async def _dial(self, received: int) -> tuple[Link, int]:
+        offer = self._offer
+        hello = Enlist(
+            PROTOCOL_VERSION, os.getpid(), offer.devices, offer.name, offer.labels, self._ticket, received
+        )
+        link, frame = await dial(self._address, WORKER_PATH, offer.key, codec.encode(hello), offer.tls)
+        try:
+            answer = codec.decode_to_pool_worker(frame)
+            if not isinstance(answer, Enlisted) or answer.version != PROTOCOL_VERSION:
+                raise ProtocolError(f"expected Enlisted of version {PROTOCOL_VERSION}, got {answer!r:.100}")
+        except BaseException:
+            await link.close()
+            raise
+        keep_alive(link)
+        self._number, self._ticket, self._grace_s = answer.worker, answer.ticket, answer.grace_s
+        if not offer.address:
+            self._host = _own_host(link)
+        return link, answer.received
+
+    async def _serve(self, link: DurableLink) -> None:
+        try:
+            while not self._stopped and (frame := await link.receive()) is not None:
+                self._handle(codec.decode_to_pool_worker(frame))
+        except ProtocolError as error:
+            logger.warning("the head sent what cannot be right: %s", error)
+
+    def _handle(self, message: ToPoolWorker) -> None:
+        match message:
+            case cluster.Part():
+                lodger = self._lodgers.get(message.session)
+                if lodger is not None:
+                    try:
+                        lodger.streams.put(message)
+                    except ProtocolError as error:
+                        lodger.fault(error)
+            case (
+                Batch() | Define() | Forget() | Seed() | Allow() | AskStatistics() | AskRandomState() | RandomState()
+                | StartTrace() | AskTrace()
+            ):
+                lodger = self._lodgers.get(message.session)
+                if lodger is not None:
+                    lodger.put(message)
+            case cluster.Credit(session, size_bytes):
+                if session in self._lodgers:
+                    self._lodgers[session].streams.credit(size_bytes)
+            case cluster.Open():
+                self._lodgers[message.session] = Lodger(
+                    message, self._number, self._turns, self._resolve, self._make_group, self._send, self._offer.folders
+                )
+            case cluster.Drop(session):
+                lodger = self._lodgers.pop(session, None)
+                if lodger is not None:
+                    lodger.drop()
+                self._states.pop(session, None)
+            case Stop():
+                self._stopped = True
+            case Enlisted():
+                raise ProtocolError("a worker is enlisted once a connection")
+            case _:
+                assert_never(message)
+
+    def _drop_all(self) -> None:
+        lodgers = list(self._lodgers.values())
+        self._lodgers.clear()
+        self._states.clear()
+        for lodger in lodgers:
+            lodger.drop()
+        for lodger in lodgers:
+            lodger.join(JOIN_S)
+
+    # ---- for the sessions' threads
+
+    def _send(self, message: FromWorker | cluster.Part) -> None:
+        frame = codec.encode(message)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._send_now, frame)
+
+    def _send_now(self, frame: bytes) -> None:
+        if self._link is not None and not self._link.closed:
+            self._link.send_nowait(frame)
+
+    def _resolve(self, name: str) -> Callable[..., Any]:
+        """The function of an op. Ops of users only come from the modules that whoever runs this worker allows."""
+        bare = name.removeprefix(FLAT)
+        if bare.startswith(custom.PREFIX):
+            module = bare[len(custom.PREFIX) :].partition(":")[0]
+            if not any(module == allowed or module.startswith(allowed + ".") for allowed in self._offer.allow):
+                return _not_allowed(module)
+            custom.allow([bare])
+        return table.resolve(name)
+
+    def _make_group(self, session: int, members: tuple[int, ...], kind: str) -> Group:
+        # torch.distributed takes a while to import, and one worker alone never needs it
+        from dtorch.transport.groups import make_group
+        from dtorch.transport.store import SessionStore
+
+        name = f"{session}/{kind}-{'-'.join(map(str, members))}"
+        store = SessionStore(self._address, self._offer.key, name, tls=self._offer.tls)
+        return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host)
+
+    def _change(self, last: int | None, session: int) -> None:
+        """Each session draws from generators of its own: those of the last one are kept, this one's put in place."""
+        if last in self._lodgers:
+            kept = torch.cuda.get_rng_state() if self._has_cuda else None
+            self._states[last] = (torch.get_rng_state(), kept)
+        mine = self._states.pop(session, None)
+        if mine is not None:
+            torch.set_rng_state(mine[0])
+            if mine[1] is not None:
+                torch.cuda.set_rng_state(mine[1])
+
+    def _settle(self) -> None:
+        if self._has_cuda:
+            torch.cuda.synchronize()
+
+
+def _not_allowed(module: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(f"this worker imports nothing from {module}; it was not started with --allow {module}")
+
+    return refuse
+
+
+def _own_host(link: WebSocketLink) -> str:
+    name = link.get_extra_info("sockname")
+    return str(name[0]) if isinstance(name, tuple) else ""
+
+
+async def serve(offer: Offer, say: Callable[[str], None]) -> None:
+    """Run a worker until it is told to stop, by its head or by SIGINT or SIGTERM. Raises as ``PoolWorker.run``."""
+    torch.set_num_threads(offer.num_threads)
+    worker = PoolWorker(offer, say)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, worker.stop)
+    await worker.run()

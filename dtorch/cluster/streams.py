@@ -1,0 +1,97 @@
+"""A session's streams on a worker: uploads that arrive in parts, values that leave in parts as their client takes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtorch.runtime.turns import Dropped, Turns
+from dtorch.transport.cluster import PART_BYTES, Part
+from dtorch.transport.errors import ProtocolError, QuotaError
+
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Bytes of parts that may be on their way to a client."""
+
+
+class SessionStreams:
+    """Streams of one session on one worker.
+
+    ``put``, ``credit`` and ``close`` are called in the thread of the link, the others in the session's.
+
+    Args:
+        send: passes a part to the head.
+        limit_bytes: of uploads that wait to be used; 0 for no limit.
+    """
+
+    def __init__(self, session: int, turns: Turns, send: Callable[[Part], None], limit_bytes: int) -> None:
+        self._session = session
+        self._turns = turns
+        self._send = send
+        self._limit_bytes = limit_bytes
+        self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}  # stream -> bytes, how many of them are there
+        self._window = WINDOW_BYTES
+        self._news = threading.Condition()
+        self._closed = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of uploads that no call has used yet."""
+        return sum(buffer.numel() for buffer, _ in list(self._coming.values()) if buffer is not None)
+
+    def put(self, part: Part) -> None:
+        """A part of an upload; parts come in order. Raises ProtocolError."""
+        size = len(part.data)
+        if part.stream not in self._coming:
+            if part.total < 0 or part.offset != 0:
+                raise ProtocolError(f"stream {part.stream} begins at byte {part.offset}")
+            fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
+            self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
+        buffer, done = self._coming[part.stream]
+        if part.offset != done or (buffer is not None and done + size > buffer.numel()):
+            raise ProtocolError(f"stream {part.stream} goes on at byte {part.offset} after {done}")
+        if buffer is not None and size:
+            buffer[done : done + size] = torch.frombuffer(bytearray(part.data), dtype=torch.uint8)
+        self._coming[part.stream] = (buffer, done + size)
+
+    def take(self, stream: int, size_bytes: int) -> Any:
+        """The bytes of an upload that is complete; a QuotaError when they were too many. Raises ProtocolError."""
+        buffer, done = self._coming.pop(stream, (None, -1))
+        if done != size_bytes:
+            raise ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {max(done, 0)} of which have come")
+        if buffer is None:
+            return QuotaError(f"an upload of {size_bytes} bytes is above the quota of {self._limit_bytes} bytes")
+        return buffer
+
+    def give(self, stream: int, offset: int, data: torch.Tensor) -> None:
+        """Send bytes as fast as the client takes them. Raises Dropped when the session ends meanwhile."""
+        view = data.numpy().data
+        for start in range(0, len(view), PART_BYTES):
+            piece = view[start : start + PART_BYTES]
+            self._wait_for_window(len(piece))
+            self._send(Part(self._session, stream, offset + start, piece))
+
+    def _wait_for_window(self, size: int) -> None:
+        with self._news:
+            if self._window >= size or self._closed:
+                self._window -= size
+                return
+        with self._turns.released(self._session), self._news:
+            while self._window < size and not self._closed:
+                self._news.wait()
+            self._window -= size
+            if self._closed:
+                raise Dropped
+
+    def credit(self, size_bytes: int) -> None:
+        with self._news:
+            self._window += size_bytes
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """Let go of what waits."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
