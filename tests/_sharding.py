@@ -33,6 +33,21 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(prod(shape)).reshape(shape).tolist())
 
 
+def grid(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def like(x: Any, t: torch.Tensor) -> Any:
+    """``t`` where ``x`` is."""
+    return t if isinstance(x, torch.Tensor) else dtorch.tensor(t, device_mesh=x.device_mesh)
+
+
+def moved() -> int:
+    """Bytes that devices have sent to others so far."""
+    return sum(worker["exchanged_bytes"] for worker in dtorch.statistics().workers.values())
+
+
 def placements_of(tensor: torch.Tensor, num_axes: int, partial: bool = False, block: int = 1) -> list[tuple[Any, ...]]:
     """Every placement of a tensor on a mesh of ``num_axes`` axes; with ``block`` also shards cut at its multiples."""
     each: list[Any] = [Replicate(), *(Shard(d) for d in range(tensor.ndim))]

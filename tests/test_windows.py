@@ -10,23 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import dtorch
 from dtorch import Replicate, Shard
 from dtorch.runtime.layout import box, coords, numel
 from dtorch.runtime.moves import Placed, plan_reads
 from dtorch.runtime.windows import Held, Looked, Share, Slide, Spread, Taps, clipped, looked_of, plain, spans
-from tests._sharding import check, distribute, mesh_of
+from tests._sharding import check, distribute, grid, like, mesh_of, moved
 
 R = Replicate()
-
-
-def grid(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def like(x: Any, t: torch.Tensor) -> Any:
-    """``t`` where ``x`` is."""
-    return t if isinstance(x, torch.Tensor) else dtorch.tensor(t, device_mesh=x.device_mesh)
 
 
 # ---- what a window reads
@@ -180,11 +170,6 @@ def test_only_halos_move(fn: Callable[[Any], Any], dim: int) -> None:
     assert moved() - before == 6 * (2 * 4 * 32) * 4
     assert made.placements == (Shard(dim),)
     torch.testing.assert_close(made.to_torch(), fn(x), atol=1e-5, rtol=1e-5)
-
-
-def moved() -> int:
-    """Bytes that devices have sent to others so far."""
-    return sum(worker["exchanged_bytes"] for worker in dtorch.statistics().workers.values())
 
 
 def test_batch_channels_and_groups_move_nothing() -> None:

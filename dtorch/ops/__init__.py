@@ -6,7 +6,7 @@ other files are families of rows. To add an op, add a row to its family.
 
 from __future__ import annotations
 
-from dtorch.ops import attention, conv, embedding, matmul, norm, pointwise, pool, reduce, sort, view  # noqa: F401  (each fills the table)
+from dtorch.ops import attention, conv, diagonal, embedding, matmul, norm, pointwise, pool, reduce, rows, sort, view  # noqa: F401
 from dtorch.ops import foreach, index, join, moe, random, rare, recurrent, scatter, shapes  # noqa: F401  (built on view)
 from dtorch.ops import _fallback, _methods  # noqa: F401  (last: makes methods of what is there)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dtorch.ops._call import Call, R, Sig
 from dtorch.ops._rules import P, replicate_only
 from dtorch.ops.table import row
 from dtorch.ops.view import at_least_1d, at_least_2d, at_least_3d, boxed, front, record
-from dtorch.runtime.layout import is_shard, shard_dim
+from dtorch.runtime.layout import is_shard, shard_block, shard_code, shard_dim
 
 
 def _cat(call: Call) -> list[Sig]:
@@ -59,7 +60,40 @@ def _stack(call: Call) -> list[Sig]:
 
 
 row("stack", _stack, in_place=False, places="torch")
-row("block_diag cartesian_prod combinations", replicate_only, in_place=False, places="torch")
+
+
+def _block_diag(call: Call) -> list[Sig]:
+    """Matrices along the diagonal of one; rows or columns may be sharded."""
+    if any(t.ndim != 2 for t in call.tensors):
+        return []
+    regions, row_at, column_at = [], 0, 0
+    for i, (rows, columns) in enumerate(t.shape for t in call.tensors):
+        box = [(row_at, row_at + rows), (column_at, column_at + columns)]
+        regions.append(region(0, i, box, [(0, 0, 1), (1, 0, 1)]))
+        row_at, column_at = row_at + rows, column_at + columns
+    params = {"regions": regions, "fill": False if call.outputs[0].dtype == torch.bool else 0}
+    codes = [t.codes[call.axis] for t in call.tensors]
+    sigs = []
+    for d in (0, 1):
+        ins = tuple(c if c == R or (is_shard(c) and shard_dim(c) == d) else d for c in codes)
+        if any(is_shard(c) for c in ins):
+            sigs.append(Sig(ins, (d,), "remap", params))
+    return sigs
+
+
+def _cartesian_prod(call: Call) -> list[Sig]:
+    """Each element of the first vector makes a block of rows."""
+    rows = prod(t.shape[0] for t in call.tensors[1:]) if all(t.ndim == 1 for t in call.tensors) else 0
+    if not rows:
+        return []
+    code = call.tensors[0].codes[call.axis]
+    block = shard_block(code) if is_shard(code) else 1
+    return [Sig((shard_code(0, block), *(R,) * (call.num_inputs - 1)), (shard_code(0, block * rows),))]
+
+
+row("block_diag", _block_diag, in_place=False, places="torch")
+row("cartesian_prod", _cartesian_prod, in_place=False, places="torch")
+row("combinations", replicate_only, in_place=False, places="torch")
 
 
 def _join(tensors: Sequence[Any], dim: int, out: Any) -> Any:

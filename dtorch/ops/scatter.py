@@ -133,7 +133,20 @@ row("index_add index_copy index_fill index_reduce", _along, verify=follows(_sour
 # ---- masks
 
 
-row("masked_scatter", replicate_only)
+def _masked_scatter(call: Call) -> list[Sig]:
+    """masked_scatter(mask, source): x may be sharded, the mask is whole or follows it, the source is whole."""
+    x, mask = call.tensors[:2]
+    if call.outputs[0].shape != x.shape or mask.dtype != torch.bool:
+        return []
+    sigs = []
+    for d in range(x.ndim):
+        own = d - (x.ndim - mask.ndim)
+        for code in (R, own) if own >= 0 and mask.shape[own] == x.shape[d] != 1 else (R,):
+            sigs.append(Sig((d, code, R), (d,), "masked_scatter"))
+    return sigs
+
+
+row("masked_scatter", _masked_scatter)
 row("put", replicate_only, places="torch torch.Tensor")
 row("diagonal_scatter as_strided_scatter as_strided as_strided_copy", replicate_only, in_place=False)
 

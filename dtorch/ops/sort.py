@@ -6,6 +6,7 @@ from dtorch.ops._call import Call, R, Rule, Sig, sharded
 from dtorch.ops._rules import P_AVG, P
 from dtorch.ops.reduce import gathering, is_inexact, keeps, over, reduces
 from dtorch.ops.table import row
+from dtorch.runtime.windows import Looked, Slide, plain
 
 
 def _dim(call: Call, dim_at: int, default: int | None = -1, name: str = "dim") -> int | None:
@@ -19,16 +20,6 @@ def _elsewhere(call: Call, dim: int) -> list[Sig]:
     """Dims other than ``dim`` pass through."""
     rest = (R,) * (call.num_inputs - 1)
     return [sharded(call, (d, *rest), d) for d in range(call.tensors[0].ndim) if d != dim]
-
-
-def whole_along(dim_at: int = 1, default: int | None = -1) -> Rule:
-    """Along ``dim`` the kernel gathers and cuts again."""
-
-    def rule(call: Call) -> list[Sig]:
-        dim = _dim(call, dim_at, default)
-        return [] if dim is None else [*_elsewhere(call, dim), gathering(call, dim, dim)]
-
-    return rule
 
 
 def _scan(kind: str) -> Rule:
@@ -46,6 +37,15 @@ def _scan(kind: str) -> Rule:
         return sigs
 
     return rule
+
+
+def _extremes(call: Call) -> list[Sig]:
+    """cummax, cummin."""
+    dim = _dim(call, 1)
+    if dim is None:
+        return []
+    params = {"dim": dim, "kind": call.name.rsplit(".", 1)[-1]}
+    return [*_elsewhere(call, dim), sharded(call, (dim,), dim, kernel="scan_extreme", params=params)]
 
 
 def _sort(call: Call) -> list[Sig]:
@@ -95,7 +95,10 @@ def _diff(call: Call) -> list[Sig]:
     sigs = [sharded(call, (d,) * num, d) for d in range(call.tensors[0].ndim) if d != dim]
     if is_inexact(call):
         sigs += [sharded(call, (code,) * num, code) for code in (P, P_AVG)]
-    return [*sigs, gathering(call, dim, dim)]
+    if num > 1:
+        return [*sigs, gathering(call, dim, dim)]
+    window = plain(Looked(dim, dim, Slide(call.arg(1, "n", 1) + 1, 1, 1, 0)))
+    return [*sigs, sharded(call, (dim,), dim, kernel="window", params={"body": "own", "looked": [window]})]
 
 
 def _renorm(call: Call) -> list[Sig]:
@@ -126,7 +129,7 @@ def _searchsorted(call: Call) -> list[Sig]:
 row("cumsum", _scan("cumsum"))
 row("cumprod", _scan("cumprod"))
 row("logcumsumexp", _scan("logcumsumexp"))
-row("cummax cummin", whole_along())
+row("cummax cummin", _extremes)
 row("sort argsort", _sort)
 row("msort", _msort)
 row("topk", _topk)

@@ -540,27 +540,6 @@ def _triangle(call: Call) -> list[Sig]:
 row("tril triu", _triangle)
 
 
-def _sums_stay(call: Call) -> list[Sig]:
-    return [s for s in partial_through(call) if s.ins[0] in (P, P_AVG)]
-
-
-def _diag(call: Call) -> list[Sig]:
-    """Of a matrix its diagonal, copied; of a vector the matrix."""
-    return _sums_stay(call)
-
-
-def _diag_embed(call: Call) -> list[Sig]:
-    x, out = call.tensors[0], call.outputs[0]
-    ndim = out.ndim
-    new = {call.arg(2, "dim1", -2) % ndim, call.arg(3, "dim2", -1) % ndim}
-    kept = [d for d in range(ndim) if d not in new]
-    return [Sig((d,), (o,)) for d, o in zip(range(x.ndim - 1), kept, strict=True)] + _sums_stay(call)
-
-
-row("diag diagflat", _diag, in_place=False)
-row("diag_embed", _diag_embed, in_place=False)
-
-
 def _meshgrid(call: Call) -> list[Sig]:
     sigs = []
     swap = call.kwargs.get("indexing") == "xy"

@@ -15,7 +15,8 @@ import torch
 
 from dtorch.runtime.comm import Gather
 from dtorch.runtime.kernels import Site, Steps, kernel
-from dtorch.runtime.layout import Box, box
+from dtorch.runtime.kernels._lines import Whole
+from dtorch.runtime.layout import Box, box, slices
 from dtorch.transport.messages import Layout
 
 
@@ -312,3 +313,26 @@ def assign(site: Site) -> Callable[..., Any]:
 
     return run
 
+
+@kernel("masked_scatter", communicates=True)
+def masked_scatter(site: Site) -> Callable[..., Steps]:
+    """The n-th true element of the whole mask takes the n-th of the source: masks travel, x and the source stay."""
+    definition = site.definition
+    layout = definition.inputs[0]
+    mask_of = Whole(site, definition.inputs[1], site.axes)
+    shape = tuple(layout.shape)
+    mine = slices(site.box(layout), tuple((0, n) for n in shape))
+    in_place = bool(definition.writes)
+
+    def run(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Steps:
+        whole = yield from mask_of.steps(mask)
+        whole = whole.expand(shape)
+        order = whole.reshape(-1).cumsum(0).reshape(shape)
+        if order.numel() and int(order.reshape(-1)[-1]) > source.numel():
+            raise RuntimeError("masked_scatter: the source has fewer elements than the mask has true ones")
+        here = whole[mine]
+        target = x if in_place else x.clone()
+        target[here] = source.reshape(-1)[order[mine][here] - 1]
+        return target
+
+    return run

@@ -194,3 +194,24 @@ def own_function(view: View) -> Callable[..., Any]:
     """The op itself on what it reads, in memory of its own."""
     call = view.site.bound()
     return lambda x: call(x).clone(memory_format=torch.contiguous_format)
+
+
+@body("diag_embed")
+def diag_embed(view: View) -> Callable[..., Any]:
+    """Rows of matrices that hold their part of a diagonal. params: dims (rows, columns), offset."""
+    params = view.site.params
+    dim1, dim2 = params["dims"]
+    first, last = view.span[-1]
+    shift = first + max(params["offset"], 0)  # column of the first row's element
+    skipped = max(-shift, 0)
+    shape = [b - a for a, b in view.out]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        made = x.new_zeros(shape)
+        if -shape[dim1] < shift < shape[dim2]:
+            line = made.diagonal(shift, dim1, dim2)
+            line.copy_(x.narrow(-1, skipped, line.shape[-1]))
+        return made
+
+    assert last - first == shape[dim1]
+    return run
