@@ -36,6 +36,7 @@ _FORMS = {
     "equal": "torch.equal(await x, await y)",
     "allclose": "torch.allclose(await x, await y)",
     "synchronize": "await dtorch.synchronize_async()",
+    "save_safetensors": "await asyncio.to_thread(dtorch.save_safetensors, tensors, path)",
     "__next__": "async for done in dtorch.as_completed(...)",
 }
 """What blocks, and its awaitable form."""

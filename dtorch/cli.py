@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "explain", help="what a plan does, before anything runs: placements, communication by layer, memory by device"
     )
     explain.add_argument("target", help="package.module:name or file.py:name (a module, or a function that makes one, or it "
-                         "and its inputs), script.py, or a directory with config.json")
+                         "and its inputs), a script (script.py or package.module), or a directory with config.json")
     explain.add_argument("--mesh", help="such as 2x3")
     explain.add_argument("--axes", help="names of the mesh's axes, such as dp,tp (the default for two)")
     explain.add_argument("--plan", default="auto", help='auto, none, or JSON: {"*.q_proj": "colwise"}')

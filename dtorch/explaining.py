@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def explain_target(
     """Explain what a command line names.
 
     Args:
-        target: "package.module:name", "path/to/script.py:name", "path/to/script.py", or a directory with config.json.
+        target: "package.module:name", "path/to/script.py:name", a script ("path/to/script.py" or "package.module"), or a
+            directory with config.json.
         mesh: "2x3".
         axes: "dp,tp".
         plan: "auto", "none", or JSON: {"pattern": "style"}.
@@ -53,14 +55,15 @@ def explain_target(
         if not (Path(path) / "config.json").is_file():
             raise UsageError(f"{path!r} has no config.json, so it describes no model")
         return explain(empty_module(Path(path)), _needed(where), plan_of(plan), given)
-    if not path.endswith(".py") and not name:
+    if not path.endswith(".py") and not name and not _is_module(path):
         raise UsageError(
-            f"{target!r} is no directory; write package.module:name, path/to/file.py:name, path/to/script.py or a directory"
+            f"{target!r} is no directory and no module; write package.module:name, path/to/file.py:name, path/to/script.py, "
+            "package.module or a directory"
         )
     sys.path.insert(0, str(Path(path).resolve().parent) if path.endswith(".py") else "")
     try:
         if not name:
-            return _script(path, arguments)
+            return _script(path, arguments, where, plan_of(plan), given)
         found = _attribute(_module(path), name)
         if not isinstance(found, torch.nn.Module) and not callable(found):
             raise UsageError(f"{target!r} is a {type(found).__name__}; expected a module or a function that makes one")
@@ -75,15 +78,36 @@ def _needed(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _script(path: str, arguments: Sequence[str]) -> Explanation:
-    if not Path(path).is_file():
+def _is_module(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _script(path: str, arguments: Sequence[str], mesh: DeviceMesh | None, plan: Any, inputs: Any) -> Explanation:
+    """What a script does; or, if it calls no module, the one module that it defines."""
+    is_file = path.endswith(".py")
+    if is_file and not Path(path).is_file():
         raise UsageError(f"no such file: {path!r}")
+    names: dict[str, Any] = {}
+
+    def run() -> None:
+        made = runpy.run_path(path, run_name="__main__") if is_file else runpy.run_module(path, run_name="__main__")
+        names.update(made)
+
     before = sys.argv
     sys.argv = [path, *arguments]
     try:
-        return explain_script(lambda: runpy.run_path(path, run_name="__main__"))
+        found = explain_script(run)
     finally:
         sys.argv = before
+    modules = {name: value for name, value in names.items() if isinstance(value, torch.nn.Module)}
+    if found.parameters or found.communication or not modules:
+        return found
+    if len(modules) > 1:
+        raise UsageError(f"{path!r} defines several modules; name one: {', '.join(f'{path}:{name}' for name in modules)}")
+    return explain(next(iter(modules.values())), mesh, plan, inputs)
 
 
 def _module(path: str) -> Any:

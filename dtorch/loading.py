@@ -186,6 +186,28 @@ class Weights:
         return self._match.read(self._reader, name, mesh, where or [Replicate()] * mesh.ndim, value.dtype)
 
 
+class Parts:
+    """Where the values of several modules come from: each has a name, which stands before those of its tensors."""
+
+    def __init__(self, sources: dict[str, Weights]) -> None:
+        self._sources = sources
+
+    def __enter__(self) -> Parts:
+        for source in self._sources.values():
+            source.__enter__()
+        return self
+
+    def __exit__(self, *facts: Any) -> None:
+        for source in self._sources.values():
+            source.__exit__(*facts)
+
+    def place(self, name: str, value: torch.Tensor, mesh: DeviceMesh, where: Sequence[Placement] | None) -> Tensor:
+        """The tensor that stands for ``value`` on the mesh."""
+        part, _, rest = name.partition(".")
+        source = self._sources.get(part)
+        return current_session().upload(value, mesh, where) if source is None else source.place(rest, value, mesh, where)
+
+
 def _make_buffers(module: torch.nn.Module, found: Match) -> None:
     """Give values to buffers on the meta device that no checkpoint holds, by the module's own ``_init_weights``."""
     init = getattr(module, "_init_weights", None)

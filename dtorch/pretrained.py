@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dtorch.distribute import distribute
+from dtorch.loading import Parts, Weights
 from dtorch.mesh import DeviceMesh
 from dtorch.tensor import Tensor
 
@@ -125,14 +126,14 @@ def _class(library: Any, wanted: type | str, folder: Path) -> Any:
 
 
 def _pipeline(folder: Path, mesh: DeviceMesh, plan: Any, dtype: torch.dtype | None, progress: bool) -> Any:
-    """The models of a pipeline by ``from_pretrained``, everything else by diffusers."""
+    """The models of a pipeline empty, everything else by diffusers; then the whole onto the mesh."""
     import diffusers
 
     index = msgspec.json.decode((folder / "model_index.json").read_bytes(), type=dict[str, Any])
-    models = {}
+    parts = {}
     for part, entry in index.items():
-        if isinstance(entry, list) and entry and any((folder / part).glob("*.safetensors")):
-            models[part] = from_pretrained(
-                folder / part, mesh, plan, model_class=entry[1], dtype=dtype, progress=progress
-            )
-    return diffusers.DiffusionPipeline.from_pretrained(folder, **models)  # type: ignore[no-untyped-call]  # it has no types
+        if isinstance(entry, list) and len(entry) > 1 and any((folder / part).glob("*.safetensors")):
+            parts[part] = empty_module(folder / part, entry[1], dtype).eval()
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **parts)  # type: ignore[no-untyped-call]  # it has no types
+    sources = {part: Weights(folder / part, module, progress) for part, module in parts.items()}
+    return distribute(pipe, mesh, plan, weights=Parts(sources))

@@ -53,7 +53,8 @@ def save_safetensors(
 
     Each worker writes the pieces of its devices to their places in the file; of copies, one is written. Nothing is
     gathered, and any mesh can load it again, bit by bit. The file takes its name once all is on disk; until then, and if
-    anything fails, what was there before stays. Waits until it is done.
+    anything fails, what was there before stays. Waits until it is done; in async code:
+    ``await asyncio.to_thread(dtorch.save_safetensors, tensors, path)``.
 
     Args:
         tensors: name -> tensor (of either face, or plain), or a module: its parameters and the buffers that are saved.
@@ -78,7 +79,10 @@ def save_safetensors(
     folder, stem = _where(Path(path))
     most = _bytes(max_shard_size)
     groups = list(shards({name: _size_bytes(x) for name, x in kept.items()}, most))
-    target = _Target(folder, stem, len(groups))
+    sessions = {x._spec.session: None for x in kept.values() if isinstance(x, Tensor)}
+    for session in sessions:
+        session.check_open()
+    target = _Target(folder, stem, len(groups), next(iter(sessions), None))
     with Progress(sum(map(_size_bytes, kept.values())), "saving weights", progress) as bar, target:
         for number, names in enumerate(groups):
             extra = {"format": "pt", **(metadata or {})}
@@ -150,6 +154,7 @@ class _Target:
     folder: Path
     stem: str
     num_files: int
+    session: Session | None  # whose workers write
 
     def __post_init__(self) -> None:
         self._tag = secrets.token_hex(4)
@@ -161,9 +166,9 @@ class _Target:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:  # what was asked for is written first: a file that is gone would be one more error
-            with suppress(DTorchError):
-                current_session().ask_statistics().result()
+        if kind is not None and self.session is not None:
+            with suppress(DTorchError):  # what was asked for is written first: a file that is gone would be one more error
+                self.session.ask_statistics().result()
         for number in range(-1, self.num_files):
             self.temporary(number).unlink(missing_ok=True)
 
@@ -298,7 +303,6 @@ class _Writer:
 
     def write(self, x: Tensor, entry: Entry, turn: int) -> None:
         """Each device's piece to its place; among copies, ``turn`` chooses."""
-        x._spec.session.check_open()
         self._record("write", x._spec, [x._slot, self._receipt._slot], [entry.start, turn])
 
     def finish(self) -> Tensor:

@@ -99,7 +99,7 @@ class Meter:
                     count = _sent(request, bound.members.num_along(getattr(request, "axes", ())))
                     sent[place] += count
                     if count:
-                        kinds[_NAMES[type(request)]] = None
+                        kinds[_name(request, len(sent))] = None
                 if requests:
                     answers = within(bound.comm.perform(bound.members, requests, True))
         return list(kinds), sent
@@ -114,6 +114,12 @@ class Meter:
 
 
 _NAMES: dict[type, str] = {Exchange: "all-to-all", Gather: "all-gather", Reduce: "all-reduce"}
+
+
+def _name(request: Request, num_devices: int) -> str:
+    """What a request is usually called."""
+    is_ring = isinstance(request, Exchange) and num_devices > 2 and len({place for place, _ in request.sends}) == 1
+    return "send" if is_ring else _NAMES[type(request)]
 
 
 def _no_group(*facts: Any) -> Any:

@@ -231,6 +231,12 @@ def test_modules_functions_and_scripts(file: Path, capsys: pytest.CaptureFixture
     assert "nets.py:12  redistribute  all-gather" in script
     assert "all-reduce" in script
     assert "nets.py:13, where a value is read" in script
+    (file.parent / "only.py").write_text("import torch\nnet = torch.nn.Linear(4, 8)\n")
+    assert main(["explain", str(file.parent / "only.py"), "--mesh", "2", "--plan", '{"net": "colwise"}']) == 2
+    assert "matches no" in capsys.readouterr().err
+    assert main(["explain", str(file.parent / "only.py"), "--mesh", "2", "--plan", '{"weight": "colwise"}']) == 0
+    assert "Shard(dim=0)" in capsys.readouterr().out
+    assert main(["explain", "this"]) == 0  # a module, run as a script
     assert main(["explain", "torch.nn:Identity", "--mesh", "2", "--brief"]) == 0
 
 

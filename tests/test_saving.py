@@ -180,6 +180,10 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         dtorch.save_safetensors({"x": dtorch.zeros(3, device_mesh=mesh)}, path)
     dtorch.synchronize()
+    dead = dtorch.ones(3, device_mesh=mesh)
+    dtorch.shutdown()
+    with pytest.raises(dtorch.SessionClosedError):
+        dtorch.save_safetensors({"x": dead}, path)
     assert path.read_bytes() == before
     assert [f.name for f in tmp_path.iterdir()] == ["x.safetensors"]
 
