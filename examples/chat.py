@@ -1,7 +1,7 @@
 """Ask a language model: python examples/chat.py "What is the capital of France?"
 
-SmolLM2-135M-Instruct answers, tensor-parallel over `--tp` devices. Several prompts (`--prompt-file`, one a line) go
-through as one batch, which `--dp` splits over further devices. The model is the one of llama.py or, with `--hf`,
+SmolLM2-135M-Instruct answers, tensor-parallel over `--tp` devices, its layers in `--pp` stages of such. Several prompts
+(`--prompt-file`, one a line) go through as one batch, which `--dp` splits over further devices. The model is the one of llama.py or, with `--hf`,
 that of transformers as it is.
 """
 
@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-file", type=Path, help="ask every line of this file, in one batch")
     parser.add_argument("--tp", type=positive, default=3, help="devices that share each layer (default: %(default)s)")
     parser.add_argument("--dp", type=positive, default=1, help="groups of --tp devices that share the prompts (1)")
+    parser.add_argument("--pp", type=positive, default=1, help="stages of --dp x --tp devices that share the layers (1)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="at most so long an answer (%(default)s)")
     parser.add_argument("--device", default="cpu", help="device type of the mesh (default: %(default)s)")
     parser.add_argument("--hf", action="store_true", help="use the model of transformers instead of llama.py's")
@@ -47,6 +48,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("the prompt is empty" if args.prompt_file is None else f"{args.prompt_file} has no prompt")
     if args.dp > len(args.prompts):
         parser.error(f"--dp {args.dp} is more than there are prompts ({len(args.prompts)})")
+    if args.pp > 1 and (args.hf or args.plain):
+        parser.error("--pp goes with the model of llama.py")
     return args
 
 
@@ -197,6 +200,11 @@ async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType
 
     answers = Answers(tokenizer, args.prompts)
     mesh = dtorch.init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    stages: list[Any] = [nullcontext()]
+    if args.pp > 1:
+        sizes = (args.pp, args.dp, args.tp)
+        stages = dtorch.init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "dp", "tp")).unbind("pp")
+        mesh = stages[0]
     if llama is None:
         model = dtorch.distribute(load_hf(hf_config, state_dict), mesh, "auto")
         await asyncio.to_thread(  # it asks for every token, which would stop this loop
@@ -213,7 +221,7 @@ async def answer(args: argparse.Namespace, dtorch: ModuleType, llama: ModuleType
     config = llama.LlamaConfig.from_hf(hf_config)
     with mesh, torch.no_grad():
         with dtorch.nn.skip_init():
-            model = llama.Llama(config)
+            model = llama.Llama(config, stages)
         model.load_state_dict(state_dict)
         by_prompt = [dtorch.Shard(0), dtorch.Replicate()]
         steps = generate(
