@@ -41,6 +41,7 @@ DEFINITIONS: dict[str, tuple[Any, ...]] = {
     "add_": ("torch.Tensor.add_", "local", [_A, _B], (WHOLE, WHOLE), (WHOLE,), (0,)),
     "rand": ("torch.rand", "random", [["u", [MANY]]], (), (WHOLE,), ()),
     "cut": ("dtorch.redistribute", "redistribute", [], (WHOLE,), (CUT,), ()),
+    "stay": ("dtorch.redistribute", "redistribute", [], (CUT,), (CUT,), ()),
     "gather": ("dtorch.redistribute", "redistribute", [], (CUT,), (WHOLE,), ()),
     "reduce": ("dtorch.redistribute", "redistribute", [], (PENDING,), (WHOLE,), ()),
     "exp cut": ("torch.exp", "local", [_A], (CUT,), (CUT,), ()),
@@ -120,6 +121,16 @@ def test_a_result_takes_the_memory_of_an_input_that_dies() -> None:
         "2 = exp(1) free 1 into 1",
         "3 = add(0, 2) free 2 into 2",
         "4 = mul(3, #2.0) free 3 into 3",
+    ]
+
+
+def test_a_copy_of_what_dies_on_the_same_device_is_no_copy() -> None:
+    before = block(("exp cut", 1, 0), ("stay", 2, 1), ("stay", 3, 0), ("gather", 4, 2), dying=(0, 1, 2))
+    assert lines(rewrite(before, ("free_early", "reuse_memory"))) == [
+        "1 = exp(0)",
+        "2 = redistribute(1) free 1 into 1",
+        "3 = redistribute(0) free 0",  # 0 came from outside
+        "4 = redistribute(2) free 2",
     ]
 
 

@@ -13,9 +13,10 @@ from dtorch.runtime.comm import Comm, Members, Place
 from dtorch.runtime.cuts import as_seen, cutting
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels import Site
-from dtorch.runtime.kernels.into import into
+from dtorch.runtime.kernels.into import handing_over, into
 from dtorch.runtime.kernels.random import draw
 from dtorch.runtime.layout import coords
+from dtorch.runtime.moves import kept_whole
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import Definition, MeshInfo
 
@@ -174,16 +175,20 @@ class Binder:
         return bound
 
     def bind_into(self, definition: Definition, position: int) -> dict[int, Callable[..., Any]]:
-        """Functions of an elementwise definition that write into input ``position`` where all inputs are contiguous."""
+        """Functions of an elementwise definition that write into input ``position`` where all inputs are contiguous; of a
+        redistribution without communication, functions that hand over a piece that stays what it is."""
         key = (definition.sig, position)
         found = self._into.get(key)
         if found is None:
             bound = self.bind(definition)
             assert bound is not None
             places = {index: self.device_of(self.places[index]) for index in bound.functions}
-            found = self._into[key] = {
-                index: into(definition, position, fn, places[index]) for index, fn in bound.functions.items()
-            }
+            if definition.kernel == "redistribute":
+                whole = {self.place_index[place] for place in kept_whole(definition, self.meshes) if place in self.place_index}
+                found = {index: handing_over(fn) if index in whole else fn for index, fn in bound.functions.items()}
+            else:
+                found = {index: into(definition, position, fn, places[index]) for index, fn in bound.functions.items()}
+            self._into[key] = found
         return found
 
     def _group(self, workers: tuple[int, ...], kind: str) -> Group:

@@ -360,6 +360,11 @@ class Executor:
         store = self.stores[self._place_index[place]]
         return store[slot] if slot < len(store) else None
 
+    def all_stores(self, index: int) -> list[list[Any]]:
+        """What hosted place ``index`` holds: its store and, while a program replays, the program's registers."""
+        root, now = self._root[index], self.stores[index]
+        return [root] if root is now else [root, now]
+
     def index_of(self, place: Place) -> int:
         """Where a hosted place stands among ``places``."""
         return self._place_index[place]

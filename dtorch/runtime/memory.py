@@ -32,10 +32,11 @@ class MemoryMeter:
     def allocated(self, index: int) -> int:
         """Bytes held by hosted place ``index`` now."""
         seen: dict[int, int] = {}
-        for value in self._executor.stores[index]:
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
+        for store in self._executor.all_stores(index):
+            for value in store:
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
 
     def observe(self) -> None:

@@ -332,3 +332,16 @@ def is_local(definition: Definition, meshes: dict[int, MeshInfo]) -> bool:
     source, target = (placed(meshes[x.mesh], x) for x in (definition.inputs[0], definition.outputs[0]))
     plan = steps(source, target)
     return source.same_mesh(target) and not plan.reduce_axes and plan_boxes(plan.middle, plan.target).is_local
+
+
+def kept_whole(definition: Definition, meshes: dict[int, MeshInfo]) -> list[Place]:
+    """Devices whose piece stays what it is, of a redistribution that is local."""
+    source, target = (placed(meshes[x.mesh], x) for x in (definition.inputs[0], definition.outputs[0]))
+    plan = steps(source, target)
+    moves = plan_boxes(plan.middle, plan.target)
+    kept = []
+    for place, coord in zip(target.places(), coords(target.mesh_shape), strict=True):
+        filled = any(op in ("sum", "product") and coord[axis] for axis, op in plan.fill_axes)
+        if moves.device(place).is_noop and not filled:
+            kept.append(place)
+    return kept

@@ -1,4 +1,4 @@
-"""Elementwise functions that write their result into one of their inputs."""
+"""Functions whose result takes the memory of an input that nobody else needs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def into(
         return made
 
     return run
+
+
+def handing_over(plain: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The input itself where it is what ``plain``, which copies it, would return."""
+    return lambda x: x if x.is_contiguous() else plain(x)
 
 
 def _with_out(op: str) -> Callable[..., Any]:

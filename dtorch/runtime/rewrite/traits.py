@@ -84,8 +84,8 @@ def writes_into(step: Step) -> bool:
 
 def makes_new_memory(definition: Definition) -> bool:
     """Whether nothing else shares memory with what a call returns, and it keeps none of its inputs."""
-    if definition.kernel in ("redistribute", "upload", "upload_shards"):
-        return True
+    if definition.kernel in ("redistribute", "upload", "upload_shards", "random"):
+        return not definition.writes
     return is_elementwise(definition) or (
         definition.kernel == "local" and not definition.writes and base_name(definition.op) in SAFE
     )
