@@ -161,7 +161,8 @@ def _on_mesh(module: torch.nn.Module, mesh: DeviceMesh | None, plan: Any, sessio
 
 def _forward(module: torch.nn.Module, inputs: Any) -> str:
     """Call the module; the answer says why calls are missing, "" when none is."""
-    if inputs is None:
+    is_own = inputs is None
+    if is_own:
         inputs = getattr(module, "dummy_inputs", None)
     if inputs is None:
         return "No inputs were given, so the forward was not recorded: parameters only."
@@ -175,6 +176,10 @@ def _forward(module: torch.nn.Module, inputs: Any) -> str:
             module(*args, **kwargs)
     except NoValuesError as error:
         return _where(error)
+    except Exception as error:
+        if not is_own:
+            raise
+        return f"The module does not take its own dummy_inputs ({type(error).__name__}: {error}): give inputs to see the rest."
     return ""
 
 

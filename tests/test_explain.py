@@ -149,6 +149,9 @@ def test_what_depends_on_values_is_not_made_up() -> None:
     assert f"{Path(__file__).name}:" in said.note
     assert "a value is read" in said.note
     assert said.communication
+    Reads.dummy_inputs = {"y": torch.ones(2, 4)}  # type: ignore[attr-defined]
+    assert "TypeError" in dtorch.explain(Reads(), MESH, None).note
+    del Reads.dummy_inputs  # type: ignore[attr-defined]
     said = dtorch.explain(Reads(), MESH, None)
     assert "No inputs" in said.note
     assert said.devices[0].activation_bytes is None

@@ -37,6 +37,7 @@ DECIDERS = (
     "runtime/moves.py",
     "runtime/plan.py",
     "runtime/shares.py",
+    "runtime/safetensors.py",
     "runtime/slots.py",
     "runtime/template.py",
     "runtime/windows.py",
