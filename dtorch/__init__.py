@@ -34,6 +34,7 @@ from dtorch.creation import *  # noqa: F403
 from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.face import TorchTensor
+from dtorch.block_cache import FirstBlockCache, first_block_cache
 from dtorch.distribute import distribute
 from dtorch.explain import explain
 from dtorch.explanation import Explanation
@@ -100,6 +101,8 @@ __all__ = [
     "connect",
     "current_session",
     "distribute",
+    "FirstBlockCache",
+    "first_block_cache",
     "empty_init",
     "explain",
     "from_pretrained",

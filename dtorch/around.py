@@ -15,7 +15,7 @@ from dtorch.face import TorchTensor, faced
 from dtorch.interop import factories_off, factories_on
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, Replicate, Shard
-from dtorch.plans import DATA_AXIS, SEQUENCE_AXES
+from dtorch.plans import BATCH_AXES, SEQUENCE_AXES
 from dtorch.session import current_session
 from dtorch.tensor import Tensor
 
@@ -84,12 +84,13 @@ class Back:
 
 class Enter:
     """A forward pre-hook: plain and native tensors among the arguments get the torch face. What has one row for each
-    sequence of the batch is split over the axis "dp", if nothing has split it yet."""
+    sequence of the batch is split over the axes "dp" and "ep", if nothing has split it yet."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        names = mesh.dim_names or ()
-        self.data_axis = names.index(DATA_AXIS) if DATA_AXIS in names else None
+        self.whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+        names = mesh.dim_names or ("",) * mesh.ndim
+        self.split: tuple[Placement, ...] = tuple(Shard(0) if name in BATCH_AXES else Replicate() for name in names)
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
         factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
@@ -105,20 +106,13 @@ class Enter:
         return mapped(enter, args), mapped(enter, kwargs)
 
     def _enter(self, value: Any, num_rows: int) -> TorchTensor:
-        axis = self.data_axis
-        splits = axis is not None and value.ndim > 0 and value.shape[0] == num_rows > 1
         if isinstance(value, Tensor):  # placed by whoever made it
             return moved(faced(value), self.mesh)
+        wanted = self.split if value.ndim > 0 and value.shape[0] == num_rows > 1 else self.whole
         if isinstance(value, TorchTensor):
             here = moved(value, self.mesh)
-            before = here.placements
-            if splits and axis is not None and all(p.is_replicate() for p in before):
-                return here.redistribute([Shard(0) if i == axis else p for i, p in enumerate(before)])
-            return here
-        where: list[Placement] = [Replicate()] * self.mesh.ndim
-        if splits and axis is not None:
-            where[axis] = Shard(0)
-        return faced(current_session().upload(value.detach(), self.mesh, where))
+            return here.redistribute(wanted) if here.placements == self.whole != wanted else here
+        return faced(current_session().upload(value.detach(), self.mesh, wanted))
 
 
 def _check(module: torch.nn.Module, name: Any, value: Any) -> None:
@@ -134,7 +128,7 @@ def _check(module: torch.nn.Module, name: Any, value: Any) -> None:
 
 
 class Leave:
-    """A forward hook: results are whole on every axis but "dp", and no summands are left."""
+    """A forward hook: results are whole on every axis but "dp" and "ep", and no summands are left."""
 
     def __init__(self, enter: Enter) -> None:
         self.enter = enter
@@ -147,7 +141,7 @@ class Leave:
                 return value
             mesh = value.device_mesh
             names = mesh.dim_names or ("",) * mesh.ndim
-            return whole(value, tuple(i for i, name in enumerate(names) if name != DATA_AXIS))
+            return whole(value, tuple(i for i, name in enumerate(names) if name not in BATCH_AXES))
 
         return mapped(leave, out)
 

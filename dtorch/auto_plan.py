@@ -271,7 +271,7 @@ def _width(own: dict[str, torch.nn.Module], queries: list[str], fused: list[str]
 def _nameless(part: torch.nn.Module, own: dict[str, torch.nn.Module]) -> tuple[list[str], list[str]]:
     """Of three and more projections beside a number of heads: those of the same input as the first, less the last one, which
     takes what the first gives."""
-    if len(own) < 3 or not any(type(getattr(part, name, None)) is int for name in _NUM_HEADS):
+    if len(own) < 3 or not _fact(part, _NUM_HEADS):
         return [], []
     names = list(own)
     ins, width = sizes(own[names[0]]) or (0, 0)
@@ -311,15 +311,22 @@ def _is_near(part: torch.nn.Module, own: str) -> bool:
 
 
 def _head_size(part: torch.nn.Module, width: int) -> int | None:
-    for name in _HEAD_SIZES:
-        value = getattr(part, name, None)
-        if type(value) is int and value > 0:
-            return value
-    for name in _NUM_HEADS:
-        value = getattr(part, name, None)
-        if type(value) is int and value > 0 and width % value == 0:
-            return width // value
-    return None
+    size = _fact(part, _HEAD_SIZES)
+    if size:
+        return size
+    num = _fact(part, _NUM_HEADS)
+    return width // num if num and width % num == 0 else None
+
+
+def _fact(part: torch.nn.Module, names: Sequence[str]) -> int:
+    """A positive number that a module, or the config that it keeps, has under one of ``names``; 0 if there is none."""
+    for holder in (part, part.__dict__.get("config")):
+        facts = getattr(holder, "__dict__", {})
+        for name in names:
+            value = facts.get(name)
+            if type(value) is int and value > 0:
+                return value
+    return 0
 
 
 def cut_at_heads(module: torch.nn.Module, styles: dict[str, Style], num_devices: dict[str | int, int]) -> None:

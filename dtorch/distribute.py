@@ -17,6 +17,7 @@ import torch
 from dtorch.around import Back, Enter, Gather, Leave, Move, SplitTokens
 from dtorch.auto_plan import make_plan
 from dtorch.blocks import all_stages, borders, inside
+from dtorch.experts import exchange_tokens
 from dtorch.face import TorchTensor, faced
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement
@@ -40,12 +41,12 @@ def distribute(
     """Put the parameters and buffers of a torch module on a mesh; it then runs there, called as before.
 
     Plain torch tensors that are given to it, and torch-faced ones that every device holds, are split along dim 0 over
-    the axis "dp", where the mesh has one and that dim is the batch; dtorch tensors keep their placements. What it returns
-    is torch-faced: a ``torch.Tensor`` with the methods of ``dtorch.Tensor``, whole on every axis but "dp".
+    the axis "dp" (and "ep"), where the mesh has one and that dim is the batch; dtorch tensors keep their placements. What
+    it returns is torch-faced: a ``torch.Tensor`` with the methods of ``dtorch.Tensor``, whole on every other axis.
 
     Axes with these names do the following: "tp" splits layers; "dp" splits the batch, and with it the two halves of
     classifier-free guidance; "ulysess_cp" and "ring_cp" split the tokens of hidden states (B, T, D) from the first layer
-    of the model's stack on; "ep" splits stacked experts; "pp" holds pipeline stages, the meshes
+    of the model's stack on; "ep" splits stacked experts, and the batch as "dp" does; "pp" holds pipeline stages, the meshes
     ``device_mesh.unbind("pp")``, between which activations move by themselves. Results of a model in stages are on the
     last one's mesh.
 
@@ -101,6 +102,8 @@ def distribute(
             style = made.styles.get(name)
             if style is not None and style.is_gathered:
                 owner.register_forward_hook(Gather(style.axis))
+            if style is not None and style.kind == "expert" and here.size(style.axis) > 1:
+                exchange_tokens(owner)
     _hook(roots, holder, made, mesh_of, device_mesh)
     return module
 

@@ -22,6 +22,7 @@ from dtorch.transport.errors import MeshError
 
 TENSOR_AXIS, DATA_AXIS, STAGE_AXIS, EXPERT_AXIS = "tp", "dp", "pp", "ep"
 SEQUENCE_AXES = ("ulysess_cp", "ring_cp")
+BATCH_AXES = (DATA_AXIS, EXPERT_AXIS)
 """Names of mesh axes that mean something to ``distribute``."""
 
 STYLES = ("colwise", "rowwise", "vocab", "expert", "replicate", "stage")
