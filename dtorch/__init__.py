@@ -26,7 +26,9 @@ from dtorch.control import (
     Statistics,
     manual_seed,
     memory_stats,
+    memory_stats_async,
     statistics,
+    statistics_async,
     synchronize,
     synchronize_async,
 )
@@ -43,6 +45,7 @@ from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
 from dtorch.policy import auto_redistribute
 from dtorch.profile import profile
+from dtorch.scope import session
 from dtorch.session import current_session, init, shutdown
 from dtorch.streams import as_completed
 from dtorch.visual import visualize_sharding
@@ -113,11 +116,14 @@ __all__ = [
     "load_safetensors",
     "manual_seed",
     "memory_stats",
+    "memory_stats_async",
     "profile",
     "register_op",
     "save_safetensors",
     "shutdown",
+    "session",
     "statistics",
+    "statistics_async",
     "synchronize",
     "synchronize_async",
     "visualize_sharding",

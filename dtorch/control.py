@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from dtorch.blocking import check_loop
 from dtorch.mesh import DeviceMesh
-from dtorch.session import current_session
+from dtorch.runtime.promise import Promise
+from dtorch.session import Session, current_session
+from dtorch.transport.messages import Statistics as WorkerStatistics
 
 
 def manual_seed(seed: int) -> None:
@@ -63,10 +65,22 @@ def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = Fa
     Args:
         reset_peak: let ``peak`` start from what is allocated now.
     """
+    return _memory(device_mesh, _asked(device_mesh, reset_peak).result())
+
+
+async def memory_stats_async(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> list[MemoryStats]:
+    """As :func:`memory_stats`, without blocking the event loop."""
+    return _memory(device_mesh, await _asked(device_mesh, reset_peak))
+
+
+def _asked(device_mesh: DeviceMesh | None, reset_peak: bool) -> Promise[tuple[WorkerStatistics, ...]]:
     session = current_session()
     if device_mesh is not None:
         session.mesh_number(device_mesh)
-    answers = session.ask_statistics(memory=True, reset_peak=reset_peak).result()
+    return session.ask_statistics(memory=True, reset_peak=reset_peak)
+
+
+def _memory(device_mesh: DeviceMesh | None, answers: tuple[WorkerStatistics, ...]) -> list[MemoryStats]:
     found = {(m.kind, m.device): m for answer in answers for m in answer.memory}
     places = sorted(found)
     if device_mesh is not None:
@@ -112,7 +126,16 @@ class Statistics:
 def statistics() -> Statistics:
     """Counters of the session; waits for the workers' own counters, after all work recorded so far."""
     session = current_session()
-    answers = session.ask_statistics().result()
+    return _counted(session, session.ask_statistics().result())
+
+
+async def statistics_async() -> Statistics:
+    """As :func:`statistics`, without blocking the event loop."""
+    session = current_session()
+    return _counted(session, await session.ask_statistics())
+
+
+def _counted(session: Session, answers: tuple[WorkerStatistics, ...]) -> Statistics:
     recorder = session.recorder
     return Statistics(
         ops=recorder.num_ops,

@@ -6,7 +6,6 @@ import atexit
 import itertools
 import logging
 import os
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
-from dtorch.runtime.rewrite import chosen
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.tracing import Spans
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
@@ -52,7 +50,7 @@ from dtorch.transport.messages import (
     StreamBlob,
     Trace,
 )
-from dtorch.wiring import Options, Wires, wire
+from dtorch.wiring import Options, Wires, chosen_options, wire
 
 logger = logging.getLogger(__name__)
 
@@ -519,26 +517,7 @@ def init(
     Raises:
         ValueError: an option has a value that it cannot have.
     """
-    workers = workers or os.environ.get("DTORCH_WORKERS") or "shared"
-    if workers not in ("shared", "per-device"):
-        raise ValueError(f"workers must be 'shared' or 'per-device', not {workers!r}")
-    if virtual is None:
-        text = os.environ.get("DTORCH_VIRTUAL", "")
-        virtual = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
-    for kind, other in virtual.items():
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", other):
-            raise ValueError(
-                f"virtual={{{kind!r}: {other!r}}}: "
-                "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
-            )
-    sync = default_sync() if sync is None else sync
-    if num_threads is None:
-        num_threads = torch.get_num_threads()
-    if num_threads < 1 or start_timeout_s <= 0:
-        raise ValueError(
-            f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
-        )
-    rules = chosen(os.environ.get("DTORCH_REWRITE"))
+    options = chosen_options(workers, virtual, listen, sync, num_threads, start_timeout_s)
     own = _own.get()
     if own is not None:
         return own
@@ -546,11 +525,7 @@ def init(
         from dtorch.cluster.client import connect
 
         return connect(sync=sync)
-    return start(Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules))
-
-
-def default_sync() -> bool:
-    return os.environ.get("DTORCH_SYNC", "") not in ("", "0")
+    return start(options)
 
 
 def start(options: Options) -> Session:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from dtorch.runtime.controller import Controller
-from dtorch.runtime.rewrite import RULES
+from dtorch.runtime.rewrite import RULES, chosen
 from dtorch.runtime.shell import ControllerThread, Listener
 from dtorch.transport.bulk import SegmentPool
 
@@ -61,3 +65,44 @@ def wire(options: Options, number: int, listener: Listener) -> Wires:
         start_timeout_s=options.start_timeout_s,
     )
     return Wires(pool, thread, number)
+
+
+def chosen_options(
+    workers: str | None = None,
+    virtual: dict[str, str] | None = None,
+    listen: str | None = None,
+    sync: bool | None = None,
+    num_threads: int | None = None,
+    start_timeout_s: float = 120.0,
+) -> Options:
+    """Options as ``dtorch.init`` takes them; what is None is taken from the environment.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+    workers = workers or os.environ.get("DTORCH_WORKERS") or "shared"
+    if workers not in ("shared", "per-device"):
+        raise ValueError(f"workers must be 'shared' or 'per-device', not {workers!r}")
+    if virtual is None:
+        text = os.environ.get("DTORCH_VIRTUAL", "")
+        virtual = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    for kind, other in virtual.items():
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", other):
+            raise ValueError(
+                f"virtual={{{kind!r}: {other!r}}}: "
+                "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
+            )
+    sync = default_sync() if sync is None else sync
+    if num_threads is None:
+        num_threads = torch.get_num_threads()
+    if num_threads < 1 or start_timeout_s <= 0:
+        raise ValueError(
+            f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
+        )
+    rules = chosen(os.environ.get("DTORCH_REWRITE"))
+    return Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules)
+
+
+def default_sync() -> bool:
+    """Whether DTORCH_SYNC asks for running op by op."""
+    return os.environ.get("DTORCH_SYNC", "") not in ("", "0")

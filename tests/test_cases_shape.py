@@ -176,7 +176,7 @@ def test_shifted_joins_with_one_element_a_device(num: int) -> None:
 
 def test_distributing_draws_nothing_and_draws_differ() -> None:
     mesh = mesh_of(3)
-    session = dtorch.session.current_session()
+    session = dtorch.current_session()
     session.seed(0)
     first = dtorch.rand(3, device_mesh=mesh)
     session.seed(0)
@@ -189,7 +189,7 @@ def test_distributing_draws_nothing_and_draws_differ() -> None:
 
 
 def test_trunc_normal_ends() -> None:
-    session = dtorch.session.current_session()
+    session = dtorch.current_session()
     t = distribute(torch.zeros(50), DeviceMesh("cpu", [0, 1, 2]), [S(0)])
     session.seed(3)
     torch.manual_seed(3)

@@ -20,7 +20,7 @@ RUN = """
 import sys, nbformat
 from nbclient import NotebookClient
 book = nbformat.read(sys.argv[1], as_version=4)
-probe = "list(dtorch.session.current_session().thread.pids.values())"
+probe = "list(dtorch.current_session().thread.pids.values())"
 book.cells.append(nbformat.v4.new_code_cell(probe, id="probe"))
 NotebookClient(book, timeout=300, kernel_name="python3").execute()
 nbformat.write(book, sys.argv[2])

@@ -452,7 +452,7 @@ RANDOM: dict[str, Any] = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_are_torchs_for_any_placement(name: str) -> None:
     fn = RANDOM[name]
-    session = dtorch.session.current_session()
+    session = dtorch.current_session()
 
     def twice(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -465,7 +465,7 @@ def test_random_numbers_are_torchs_for_any_placement(name: str) -> None:
 
 
 def test_dropout_of_a_pending_sum() -> None:
-    session = dtorch.session.current_session()
+    session = dtorch.current_session()
     t = distribute(M, mesh_of(3), [Partial()])
     session.seed(1)
     dropped = F.dropout(t, 0.5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dtorch.session import Session, default_sync, start
-from dtorch.wiring import Options
+from dtorch.session import Session, start
+from dtorch.wiring import Options, default_sync
 
 
 def connect(
@@ -36,6 +36,18 @@ def connect(
         QuotaError: the key has as many sessions as it may have.
         ValueError: no URL or key is given, or the URL names no head.
     """
+    return start(cluster_options(url, api_key, ca_file=ca_file, name=name, sync=sync))
+
+
+def cluster_options(
+    url: str | None = None,
+    api_key: str | None = None,
+    *,
+    ca_file: str | Path | None = None,
+    name: str = "",
+    sync: bool | None = None,
+) -> Options:
+    """Options of a session that uses a head's workers; arguments as for :func:`connect`."""
     from dtorch.cluster.remote import Target, trust
 
     url = url or os.environ.get("DTORCH_HEAD", "")
@@ -48,4 +60,4 @@ def connect(
             "'dtorch keys create NAME' on the head makes one"
         )
     tls = trust(ca_file or os.environ.get("DTORCH_CA_FILE"))
-    return start(Options(sync=default_sync() if sync is None else sync, target=Target(url, api_key, tls, name)))
+    return Options(sync=default_sync() if sync is None else sync, target=Target(url, api_key, tls, name))
