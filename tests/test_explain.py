@@ -158,6 +158,32 @@ def test_what_depends_on_values_is_not_made_up() -> None:
     assert "?" in str(said)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_checks_of_what_was_given_are_answered(written: bool) -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            both = torch.stack([mask, mask.roll(1)])
+            view = both[0]
+            if written:
+                both[1, 2] = 0
+            if view[1:].all():
+                return x
+            return self.a(x) * int(view.sum())
+
+    said = dtorch.explain(Masked(), MESH, {"a": "rowwise"}, (torch.ones(2, 4), torch.tensor([1, 1, 0, 1, 1, 1])))
+    if written:  # into memory that the view looks at
+        assert "a value is read" in said.note
+    else:
+        assert said.note == ""
+        assert [r.layer for r in said.communication] == ["a"]
+    said = dtorch.explain(Masked(), MESH, {"a": "rowwise"}, (torch.ones(2, 4), torch.ones(6, dtype=torch.int64)))
+    assert said.communication == ()
+
+
 def test_a_compiled_function_is_shown_call_by_call() -> None:
     class Outer(torch.nn.Module):
         def forward(self, x: Any) -> Any:
