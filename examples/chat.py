@@ -1,8 +1,8 @@
 """Ask a language model: python examples/chat.py "What is the capital of France?"
 
 SmolLM2-135M-Instruct answers, tensor-parallel over `--tp` devices, its layers in `--pp` stages of such. Several prompts
-(`--prompt-file`, one a line) go through as one batch, which `--dp` splits over further devices. The model is the one of llama.py or, with `--hf`,
-that of transformers as it is.
+(`--prompt-file`, one a line) go through as one batch, which `--dp` splits over further devices. The model is the one of
+llama.py or, with `--hf`, that of transformers as it is.
 """
 
 from __future__ import annotations

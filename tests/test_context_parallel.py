@@ -17,9 +17,11 @@ from torch.testing import assert_close
 import dtorch
 from dtorch import PlacementError, Replicate, Shard
 from dtorch.nn import functional as F
+from dtorch.runtime.kernels import Site
 from dtorch.runtime.kernels._online import Lanes, Online
 from dtorch.runtime.kernels._spans import meet, numbers, size, spans_of, take
-from dtorch.runtime.kernels.attention import balanced
+from dtorch.runtime.kernels.attention import Line, balanced
+from dtorch.transport.messages import Definition, Layout, MeshInfo
 
 ULYSSES, RING = "ulysess_cp", "ring_cp"
 SEQ = Shard(2)
@@ -197,10 +199,52 @@ def test_a_mask_that_no_device_nearby_holds_is_refused() -> None:
 def test_causal_work_is_balanced(length: int, keys: int, num: int) -> None:
     pieces = [balanced(((0, length),), keys, num, at) for at in range(num)]
     assert sorted(n for piece in pieces for n in numbers(piece)) == list(range(length))
-    work = [sum(min(row + 1, keys) for row in numbers(piece)) for piece in pieces]
-    assert max(work) - min(work) <= 2 * min(length, keys)  # at most two rows
+    scores = [sum(min(row + 1, keys) for row in numbers(piece)) for piece in pieces]
+    assert max(scores) - min(scores) <= 2 * min(length, keys)  # at most two rows
     if length % (2 * num) == 0 and length <= keys:
-        assert len(set(work)) == 1
+        assert len(set(scores)) == 1
+
+
+def line_at(sizes: tuple[int, ...], roles: dict[str, str], coord: tuple[int, ...], rows: int, keys: int, causal: bool) -> Line:
+    """The line of a device, of a call with four lanes."""
+    mesh = MeshInfo(0, "cpu", sizes, tuple(range(math.prod(sizes))))
+    codes = (2,) * len(sizes)
+    q, k = (Layout(0, (1, 4, n, 8), "float32", codes) for n in (rows, keys))
+    params = {"axes": list(range(len(sizes))), **roles}
+    definition = Definition(0, "", "attention", [], {}, (q, k, k), (q,), (), params)
+    site = Site(definition, print, {0: mesh}, mesh, coord, ("cpu", 0), torch.device("cpu"))
+    return Line(site, q, k, causal)
+
+
+def work(rows: Any, keys: Any) -> int:
+    """Scores under a causal mask."""
+    return sum(key <= row for row in numbers(rows) for key in numbers(keys))
+
+
+def test_a_ring_holds_a_share_of_the_keys_at_a_time_and_each_is_as_much_work_everywhere() -> None:
+    """Neither memory nor time of a device depends on where in the sequence it is."""
+    line = line_at((4,), {"role0": "ring"}, (1,), 64, 64, causal=True)
+    assert len(line.parts) == 4
+    assert all(size(keys) <= 16 for part in line.parts for keys in part)
+    for part in line.parts:
+        each = [work(rows, keys) for rows, keys in zip(line.rows, part, strict=True)]
+        assert max(each) <= 1.1 * min(each)  # in lockstep nobody waits for long
+    assert [sum(work(line.rows[i], part[i]) for part in line.parts) for i in range(4)] == [64 * 65 // 2 // 4] * 4
+
+
+def test_ulysses_takes_a_share_of_the_lanes_and_both_together_of_both() -> None:
+    line = line_at((2, 2), {"role0": "heads", "role1": "ring"}, (1, 0), 64, 64, causal=False)
+    assert [line.lanes(5, i) for i in range(4)] == [(0, 2), (0, 2), (2, 5), (2, 5)]
+    assert [size(rows) for rows in line.rows] == [32] * 4
+    assert [[size(keys) for keys in part] for part in line.parts] == [[32] * 4] * 2
+    assert line.rows[0] == line.rows[2] == ((0, 16), (32, 48))
+
+
+def test_few_queries_go_to_the_keys() -> None:
+    line = line_at((4,), {"role0": "ring"}, (1,), 1, 64, causal=False)
+    assert line.merged == (0,)
+    assert [[size(keys) for keys in part] for part in line.parts] == [[16] * 4]
+    assert line.rows == [((0, 1),)] * 4
 
 
 def test_spans() -> None:

@@ -53,10 +53,11 @@ AXES = ("dp", "tp", "pp", "ulysess_cp", "ring_cp")
 SCHEMES = [sizes for sizes in product((1, 2, 3), repeat=5) if prod(sizes) <= 16]
 
 
-def make(llama: ModuleType, sizes: tuple[int, ...]) -> tuple[Any, dtorch.DeviceMesh]:
-    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+def make(llama: ModuleType, sizes: tuple[int, ...], names: tuple[str, ...] = AXES) -> tuple[Any, dtorch.DeviceMesh]:
+    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=names)
     with dtorch.nn.skip_init():
-        model = llama.Llama(llama.LlamaConfig.from_hf(theirs().config), mesh.unbind("pp"))
+        stages = mesh.unbind("pp") if "pp" in names else [mesh]
+        model = llama.Llama(llama.LlamaConfig.from_hf(theirs().config), stages)
     model.load_state_dict(theirs().state_dict())
     return model, mesh
 
@@ -77,6 +78,13 @@ def test_every_scheme_has_the_logits_of_transformers(llama: ModuleType, num_devi
         assert logits.device_mesh == stages[-1]
         assert logits.placements == (Replicate(),) * 4
         assert_close(logits.to_torch(), want, rtol=1e-4, atol=1e-5, msg=lambda text, sizes=sizes: f"{sizes}: {text}")
+
+
+@pytest.mark.parametrize("names", [("pp",), ("tp",), ("ring_cp",), ("ulysess_cp", "pp"), ("pp", "dp")], ids=" ".join)
+def test_a_mesh_may_lack_axes_or_have_them_in_another_order(llama: ModuleType, names: tuple[str, ...]) -> None:
+    model, mesh = make(llama, (2, 3)[: len(names)], names)
+    logits = model(dtorch.tensor(IDS, device_mesh=mesh))
+    assert_close(logits.to_torch(), theirs()(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 CACHED = [(1, 2, 2, 1, 1), (2, 2, 3, 1, 1), (1, 1, 1, 2, 1), (2, 2, 1, 1, 3), (1, 3, 2, 2, 2), (2, 1, 1, 3, 2), (1, 4, 2, 1, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +225,53 @@ def test_the_layer_draws_as_many_numbers_on_any_mesh_and_checks_top_k() -> None:
         assert one.abs().max() > 0
     with pytest.raises(ValueError, match="between 1 and all 4 experts"):
         dtorch.nn.MixtureOfExperts(D, INNER, 4, 5)
+
+
+SCHEMES = [  # dp, ep, tp, ring_cp
+    (1, 3, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 4, 1, 2), (2, 1, 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SCHEMES, ids=lambda sizes: "dp{} ep{} tp{} ring{}".format(*sizes))
+def test_a_model_like_mixtral(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Llama of the examples with experts in its layers; tokens split over "ep" too, as batch or sequence allow."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    import llama
+
+    torch.manual_seed(0)
+    hf = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=32, num_local_experts=5, num_experts_per_tok=2,
+        rms_norm_eps=1e-5, attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = transformers.MixtralForCausalLM(hf).eval().requires_grad_(False)
+    config = llama.LlamaConfig(
+        vocab_size=50, hidden_size=24, intermediate_size=20, num_layers=2, num_heads=6, num_kv_heads=3, head_size=4,
+        rope_theta=hf.rope_parameters["rope_theta"], norm_eps=1e-5, max_positions=32,
+    )  # fmt: skip
+    mesh = dtorch.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep", "tp", "ring_cp"))
+    with dtorch.nn.skip_init(), mesh:
+        model = llama.Llama(config)
+        for layer in model.model.layers:
+            layer.mlp = dtorch.nn.MixtureOfExperts(24, 20, 5, 2)
+    model.load_state_dict(ours(theirs.state_dict()))
+    ids = torch.randint(50, (3, 7))
+    where = [Shard(0), Shard(0), Replicate(), Shard(1)]
+    with mesh:
+        logits = model(dtorch.tensor(ids, device_mesh=mesh, placements=where))
+    assert logits.placements == tuple(where)
+    assert_close(logits.to_torch(), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def ours(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Mixtral's weights under the names of ``MixtureOfExperts``."""
+    made = {}
+    for name, value in state_dict.items():
+        prefix, _, last = name.rpartition("mlp.")
+        if last == "experts.gate_up_proj":
+            made[f"{prefix}mlp.gate_proj"], made[f"{prefix}mlp.up_proj"] = value.chunk(2, dim=1)
+        else:
+            new = {"gate.weight": "router", "experts.down_proj": "down_proj"}.get(last)
+            made[name if new is None else f"{prefix}mlp.{new}"] = value
+    return made

@@ -172,6 +172,10 @@ def test_redistribute_names_what_it_wants() -> None:
     assert list(x.redistribute_by_dict(placements_dict={"pp": Shard(1)}).placements) == [Shard(0), Replicate()]
     with pytest.raises(ValueError, match="dp"):
         x.redistribute_by_dict(placements_dict={"tp": Shard(1)}, default_placement_mode="raise_error")
+    one = x.redistribute_by_dict(DeviceMesh("cpu", [0]), {"tp": Shard(1)})  # names are of no use on one device
+    assert (one.device_mesh.size(), list(one.placements)) == (1, [Replicate()])
+    with pytest.raises(ValueError, match="axes have names"):
+        x.redistribute_by_dict(DeviceMesh("cpu", [0, 1]), {"tp": Shard(1)})
     like = dtorch.zeros((4, 3), device_mesh=DeviceMesh("cpu", [2, 3]), placements=[Shard(1)])
     moved = x.redistribute_like(like)
     assert (moved.device_mesh, list(moved.placements)) == (like.device_mesh, [Shard(1)])

@@ -84,6 +84,8 @@ def redistribute_by_dict(
         raise ValueError(f"default_placement_mode must be 'keep', 'replicate' or 'raise_error', not {mode!r}")
     mesh = tensor.device_mesh if device_mesh is None else device_mesh
     if mesh.dim_names is None:
+        if mesh.size() == 1:  # such as a stage of a mesh that has pipeline stages only
+            return redistribute(tensor, [Replicate()] * mesh.ndim, mesh)
         raise ValueError(f"redistribute_by_dict needs a mesh whose axes have names, not {mesh}")
     own = dict(zip(tensor.device_mesh.dim_names or (), tensor.placements, strict=False))
     wanted: list[Placement] = []
