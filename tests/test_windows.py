@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -54,6 +55,29 @@ def test_shares_are_those_of_adaptive_pooling() -> None:
             x[0, 0, low:high] = 1
             assert F.adaptive_avg_pool1d(x, m)[0, 0, o] == 1
             assert -F.adaptive_max_pool1d(-x, m)[0, 0, o] == 1
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic"])
+def test_taps_are_those_of_interpolation(mode: str) -> None:
+    """Positions to the element, in float32 and float64, with and without a factor, corners and filters."""
+    draw = random.Random(mode)
+    for _ in range(250):
+        n, m, factor = draw.randint(1, 300), draw.randint(1, 400), draw.choice([None, 2.0, 0.5, draw.uniform(0.2, 4)])
+        corners, smooth = draw.choice([(False, False), (True, False), (False, True)][: 1 if mode.startswith("nearest") else 3])
+        dtype = draw.choice([torch.float32, torch.float64])
+        x = torch.randn(n, dtype=dtype)
+        named: dict[str, Any] = {"size": m} if factor is None or int(n * factor) < 1 else {"scale_factor": factor}
+        if mode.startswith("nearest"):
+            wanted = F.interpolate(x[None, None], mode=mode, **named)[0, 0]
+        else:
+            named = {k: (v, 3 if k == "size" else 1.0) for k, v in named.items()}
+            kind = "bilinear" if mode == "linear" else "bicubic"
+            plane = x[None, None, :, None].expand(1, 1, n, 3).contiguous()
+            wanted = F.interpolate(plane, mode=kind, align_corners=corners, antialias=smooth, **named)[0, 0, :, 0]
+        taps = Taps(mode, n, wanted.numel(), factor if "scale_factor" in named else None, corners, smooth, dtype.itemsize == 8)
+        index, weight = taps.table()
+        near = 1e-4 if dtype == torch.float32 else 1e-9
+        torch.testing.assert_close((x[index] * weight.to(dtype)).sum(1), wanted, atol=near, rtol=near)
 
 
 def test_windows_travel_as_plain_data() -> None:

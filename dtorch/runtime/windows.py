@@ -170,16 +170,17 @@ def _table(taps: Taps) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         scale = torch.tensor(1.0 / taps.factor if taps.factor else n / m, dtype=dtype)
     if taps.mode.startswith("nearest"):
-        exact = torch.tensor(1.0 / taps.factor if taps.factor else n / m, dtype=torch.float32)
-        steps = torch.arange(m, dtype=torch.float32) + (0.5 if taps.mode == "nearest-exact" else 0.0)
-        index = (steps * exact).floor().long().clamp(max=n - 1)
+        source = at * scale
+        if taps.mode == "nearest-exact":  # rounded where torch rounds it, so that ties fall alike
+            source = ((at.double() + 0.5) * scale.double() - 0.5).to(dtype).clamp(min=0) + 0.5
+        index = source.float().floor().long().clamp(max=n - 1)
         return index[:, None], torch.ones(m, 1, dtype=dtype)
+    if n == m and (taps.smooth or taps.mode == "linear"):
+        return torch.arange(m)[:, None], torch.ones(m, 1, dtype=dtype)
     if taps.smooth:
         return _filtered(taps, at, scale)
     source = at * scale if taps.corners else (at + 0.5) * scale - 0.5
     if taps.mode == "linear":
-        if n == m:
-            return torch.arange(m)[:, None], torch.ones(m, 1, dtype=dtype)
         source = source.clamp(min=0)
         low = source.floor().clamp(max=n - 1)
         part = (source - low).clamp(0, 1)
