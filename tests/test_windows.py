@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from itertools import product
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import dtorch
 from dtorch import Replicate, Shard
 from dtorch.runtime.layout import box, coords, numel
 from dtorch.runtime.moves import Placed, plan_reads
@@ -234,3 +237,35 @@ def test_cuts_of_input_and_output_may_differ() -> None:
     assert held == [(0, 1), (1, 2), (2, 3), (3, 3)]
     assert [tuple(p.shape) for p in made.to_shards()] == [(1, 1, b - a, 2) for a, b in held]
     assert torch.equal(made.to_torch(), x[:, :, ::4])
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(
+            width, width, 3, padding=2, dilation=2, padding_mode="reflect"
+        )
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+
+    def forward(self, x: Any) -> Any:
+        return F.relu(x + self.norms[1](self.second(F.relu(self.norms[0](self.first(x)), inplace=True))))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_on_an_image_cut_in_four(training: bool) -> None:
+    """Every layer keeps height and width sharded, up to a pending mean."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1), Residual(8),
+        nn.AvgPool2d(2, ceil_mode=True), nn.Upsample(scale_factor=2, mode="bilinear"), nn.ConvTranspose2d(8, 8, 2, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    ).train(training)  # fmt: skip
+    image = grid(2, 3, 37, 29)
+    mine = dtorch.distribute(copy.deepcopy(net), mesh_of(2, 2), plan=None)
+    h: Any = distribute(image, mesh_of(2, 2), [Shard(2), Shard(3)])
+    for layer in mine:
+        h = layer(h)
+        if h.ndim == 4 and h.shape[-1] > 1:
+            assert h.placements == (Shard(2), Shard(3))
+    with torch.no_grad():
+        torch.testing.assert_close(h.to_torch(), net(image), atol=1e-5, rtol=1e-5)

@@ -454,6 +454,8 @@ class Op:
             extra["cuts"] = cuts  # inputs that each device cuts further for itself
         if self.random:
             extra["random"] = True
+        if call.mutates:
+            extra["mutates"] = list(call.mutates)
         layouts = inputs if inputs is not None else tuple(
             Layout(like.layout.mesh, t.shape, str(t.dtype)[6:], t.codes) for t in call.tensors
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dtorch.runtime.plan import Step
+from dtorch.runtime.rewrite.traits import written
 from dtorch.runtime.template import dtype_of
 from dtorch.transport.messages import Layout, MeshInfo
 
@@ -90,7 +91,7 @@ def makes(item: Item) -> Iterator[int]:
 def writes(item: Item) -> Iterator[int]:
     """Slots whose tensors an item writes in place."""
     for step in steps_of_item(item):
-        for w in step.definition.writes:
+        for w in written(step.definition):
             yield step.ins[w]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtorch.runtime.plan import Step
 from dtorch.runtime.rewrite.block import Block, Item, Launch, Wait, makes, reads, writes
-from dtorch.runtime.rewrite.traits import LOCAL, travels
+from dtorch.runtime.rewrite.traits import LOCAL, travels, written
 
 _Pending = tuple[Launch, frozenset[int]]
 """A launch that is not waited for yet, and the meshes that it concerns."""
@@ -42,7 +42,7 @@ def overlap(block: Block) -> Block:
                 pending.append((launch, meshes))
                 items.append(launch)
             continue
-        if step is not None and step.definition.kernel in QUIET and not step.definition.writes:
+        if step is not None and step.definition.kernel in QUIET and not written(step.definition):
             wait([p for p in pending if _needs(item, p[0])])
         else:
             wait(list(pending))

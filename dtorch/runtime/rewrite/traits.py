@@ -50,11 +50,16 @@ def base_name(op: str) -> str:
     return op.rpartition(".")[2]
 
 
+def written(definition: Definition) -> tuple[int, ...]:
+    """Inputs that a call writes: in place of a result, or beside its results (``inplace=True``, running statistics)."""
+    return (*definition.writes, *definition.params.get("mutates", ()))
+
+
 def is_pure(step: Step) -> bool:
     """Whether a call may be left out when nobody wants its result: it writes nothing, draws nothing and cannot fail but
     for want of memory."""
     definition = step.definition
-    if definition.writes or definition.params.get("random"):
+    if written(definition) or definition.params.get("random"):
         return False
     if definition.kernel == "redistribute":
         return True
@@ -68,7 +73,7 @@ def is_pure(step: Step) -> bool:
 
 def is_elementwise(definition: Definition) -> bool:
     name = base_name(definition.op)
-    return definition.kernel == "local" and not definition.writes and (name in ELEMENTWISE or name in DIVISIONS)
+    return definition.kernel == "local" and not written(definition) and (name in ELEMENTWISE or name in DIVISIONS)
 
 
 def writes_into(step: Step) -> bool:
@@ -85,7 +90,7 @@ def writes_into(step: Step) -> bool:
 def makes_new_memory(definition: Definition) -> bool:
     """Whether nothing else shares memory with what a call returns, and it keeps none of its inputs."""
     if definition.kernel in ("redistribute", "upload", "upload_shards", "random"):
-        return not definition.writes
+        return not written(definition)
     return is_elementwise(definition) or (
         definition.kernel == "local" and not definition.writes and base_name(definition.op) in SAFE
     )
