@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard
-from dtorch import session as sessions
 from dtorch.cli import main
 from dtorch.explaining import UsageError, inputs_of, mesh_of, plan_of
 
@@ -82,6 +82,7 @@ def test_layers_are_named_and_their_communication_is_of_its_kind() -> None:
 
 
 def test_nothing_is_started_made_or_changed() -> None:
+    sessions = sys.modules["dtorch.session"]
     before = sessions._session
     with torch.device("meta"):
         module = torch.nn.Sequential(torch.nn.Linear(1 << 20, 1 << 20), torch.nn.Linear(1 << 20, 1 << 20))
