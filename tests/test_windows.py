@@ -239,6 +239,27 @@ def test_cuts_of_input_and_output_may_differ() -> None:
     assert torch.equal(made.to_torch(), x[:, :, ::4])
 
 
+CHANNELS_AND_SPACE: list[Any] = [
+    ((Shard(1), Shard(2)), (Shard(1), R), (R, R)),
+    ((Shard(2), R), (R, Shard(0)), (R, Shard(0))),
+    ((Shard(2), Shard(1)), (R, Shard(1)), (R, R)),
+]
+
+
+def test_input_weight_and_bias_in_any_placement() -> None:
+    """Pending ones too; channels on one mesh axis with space on the other need no repair."""
+    x = grid(2, 4, 7, 5)
+
+    def conv(x: Any, w: Any, b: Any) -> Any:
+        return F.conv2d(x, w, b, padding=1, stride=2)
+
+    def transposed(x: Any, w: Any) -> Any:
+        return F.conv_transpose2d(x, w, None, 2, 1, groups=2)
+
+    check(conv, x, W2, B, mesh=((2, 2),), partial=True, limit=40, tolerance=1e-4, legal=CHANNELS_AND_SPACE)
+    check(transposed, x, T2, mesh=((3,), (2, 2)), partial=True, limit=20, tolerance=1e-4)
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

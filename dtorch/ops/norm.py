@@ -67,10 +67,20 @@ def _group_norm(call: Call) -> list[Sig]:
     return sigs
 
 
+def _given_statistics(call: Call) -> list[Sig]:
+    """Elements are for themselves; the other inputs follow the channels."""
+    rest = call.num_inputs - 1
+    own = ((d, 0 if d == 1 else R) for d in range(call.tensors[0].ndim))
+    return [sharded(call, (d, *(code,) * rest), d, kernel="filled") for d, code in own]
+
+
 def _instance_norm(call: Call) -> list[Sig]:
     """instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)."""
     x = call.tensors[0]
-    if x.ndim < 3 or index_of(call, 1, "running_mean") is not None or index_of(call, 2, "running_var") is not None:
+    has_running = index_of(call, 1, "running_mean") is not None or index_of(call, 2, "running_var") is not None
+    if x.ndim >= 3 and not call.arg(5, "use_input_stats", True):
+        return _given_statistics(call)
+    if x.ndim < 3 or has_running:
         return []
     params = {
         "groups": x.shape[1], "over_batch": False, "eps": call.arg(7, "eps", 1e-5),
@@ -97,9 +107,8 @@ def _batch_norm(call: Call) -> list[Sig]:
     at = (1, 2, 3, 4) if is_functional else (3, 4, 1, 2)
     mean, var = index_of(call, at[0], "running_mean"), index_of(call, at[1], "running_var")
     training = bool(call.arg(5, "training", False))
-    channels = sharded(call, (1, *(0,) * rest), 1, kernel="filled")
     if not training:
-        return [channels] + [sharded(call, (d, *(R,) * rest), d, kernel="filled") for d in range(x.ndim) if d != 1]
+        return _given_statistics(call)
     momentum = call.arg(6, "momentum", 0.1)
     if not isinstance(momentum, (int, float)):
         return []
