@@ -53,6 +53,7 @@ from dtorch.weights import load_safetensors
 from dtorch.loading import load_into
 from dtorch.pretrained import empty_init, from_pretrained
 from dtorch.saving import save_safetensors
+from dtorch.runtime.recorder import CaptureError
 from dtorch.transport.errors import (
     AuthError,
     ConnectionLostError,
@@ -74,6 +75,7 @@ _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
 __all__ = [
     "AuthError",
     "BlockingWarning",
+    "CaptureError",
     "ConnectionLostError",
     "DTorchError",
     "DeviceMesh",

@@ -94,6 +94,10 @@ class Enter:
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
         factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
+        return self.place(module, args, kwargs)
+
+    def place(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
+        """The arguments on the mesh."""
         for name, given in (*enumerate(args), *kwargs.items()):
             for value in tensors(given):
                 _check(module, name, value)

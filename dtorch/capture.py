@@ -8,6 +8,8 @@ given them (parameters, caches, constants) are captured by reference: a replay s
 from __future__ import annotations
 
 import functools
+import inspect
+import shutil
 import threading
 import warnings
 import weakref
@@ -19,14 +21,18 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.utils import _pytree as pytree
 
 from dtorch import policy
+from dtorch.arguments import changes, facts, key_of, modules_of, refuse, tensors_in
+from dtorch.around import Enter
+from dtorch.face import TorchTensor, faced
 from dtorch.frames import source
 from dtorch.mesh import current_mesh
-from dtorch.ops._op import _key as tree_key
+from dtorch.ops import _alias
 from dtorch.runtime.recorder import Captured, CaptureError, Recorder, Signature, locate
 from dtorch.session import Session, current_session
-from dtorch.spec import Spec
+from dtorch.spec import OWN, STALE, Spec
 from dtorch.tensor import Tensor
 from dtorch.transport.messages import Definition, Program
 
@@ -44,19 +50,9 @@ class _Recorded:
     """A program of one function for one kind of input."""
 
     sig: Signature
-    tree: Any  # what the function returned, with _Output, _Input and tensors in the leaves
     specs: tuple[Spec, ...]  # of the outputs
+    finish: Callable[[list[Tensor], Any], Any]  # the outputs and the arguments -> what the function returns
     writes: bool  # replays change tensors that exist already
-
-
-@dataclass(frozen=True)
-class _Output:
-    index: int
-
-
-@dataclass(frozen=True)
-class _Input:
-    index: int
 
 
 class Compiled:
@@ -67,18 +63,25 @@ class Compiled:
         num_replays: calls served by a program, the recording ones included.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], fuse: bool = False) -> None:
         self._fn = fn
+        self._fuse = fuse
+        self._run = _driven(fn) if inspect.iscoroutinefunction(fn) else fn
         self._programs: OrderedDict[Any, _Recorded] = OrderedDict()
         self._lock = threading.RLock()
-        self._modules = tuple(fn.modules()) if isinstance(fn, torch.nn.Module) else ()
-        self._last_key: Any = None
+        self._modules = modules_of(fn)
+        self._enter = _entrance(fn)
+        self._last: dict[str, str] | None = None  # what the recording before depended on
         self.num_recordings = 0
         self.num_replays = 0
         functools.update_wrapper(self, fn, updated=())
 
     def __repr__(self) -> str:
-        return f"<compiled {getattr(self._fn, '__name__', type(self._fn).__name__)}, {len(self._programs)} programs>"
+        return f"<compiled {self._name}, {len(self._programs)} programs>"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._fn, "__name__", type(self._fn).__name__))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_fn"], name)
@@ -86,21 +89,27 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key: list[Any] = []
         ins: list[int] = []
-        if not tree_key(args, key, ins) or (kwargs and not tree_key(tuple(sorted(kwargs.items())), key, ins)):
-            raise TypeError("a compiled function takes dtorch tensors, numbers, strings and nestings of them")
+        if not key_of(args, key, ins) or (kwargs and not key_of(kwargs, key, ins)):
+            if self._enter is None or not isinstance(self._fn, torch.nn.Module):
+                raise refuse(self._fn, args, kwargs)
+            args, kwargs = self._enter.place(self._fn, args, kwargs)
+            key, ins = [], []
+            if not key_of(args, key, ins) or not key_of(kwargs, key, ins):
+                raise refuse(self._fn, args, kwargs)
         session = current_session()
+        recorder = session.recorder
         key.append((session.number, session.epoch))
         key.append(current_mesh())
         key.append(policy.is_auto())
         if self._modules:
             key.append(tuple([m.training for m in self._modules]))
-        if session.recorder.is_capturing or session.recorder.is_sync:
-            return self._fn(*args, **kwargs)  # part of an outer program; or op by op, for debugging
+        if recorder.is_capturing or recorder.is_sync:
+            return self._run(*args, **kwargs)  # part of an outer program; or op by op, for debugging
         frozen = tuple(key)
         recorded = self._programs.get(frozen)
         if recorded is None:
             with self._lock:
-                return self._record(session, frozen, ins, args, kwargs)
+                return self._record(session, frozen, args, kwargs)
         self.num_replays += 1
         if len(self._programs) > 1:
             self._programs.move_to_end(frozen)
@@ -114,18 +123,15 @@ class Compiled:
             try:
                 out._slot = take()
             except IndexError:
-                out._slot = sig.recorder.grant()
+                out._slot = recorder.grant()
             slots.append(out._slot)
             outs.append(out)
         sig.put(((sig.id, *slots, *ins), *source(_getframe(1))))
         if recorded.writes:
-            session.num_mutations += 1
+            _wrote(session)
         if not outs:
-            sig.recorder.after_put()
-        tree = recorded.tree
-        if type(tree) is _Output:
-            return outs[0]
-        return _fill(tree, outs, (args, tuple(v for _, v in sorted(kwargs.items()))))
+            recorder.after_put()
+        return recorded.finish(outs, (args, kwargs))
 
     def reset(self) -> None:
         """Forget all programs: the next calls record again. Needed after a parameter was replaced by another tensor."""
@@ -134,27 +140,30 @@ class Compiled:
 
     # ---- recording
 
-    def _record(
-        self, session: Session, key: Any, ins: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, session: Session, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = session.recorder
-        self._warn_of_changes(key)
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        if _alias.refresh_all(inputs):
+            return Compiled.__call__(self, *args, **kwargs)  # the specs are others now
+        ins = [t._slot for t in inputs]
+        self._warn_of_changes(args, kwargs)
         at = source(_getframe(2))
         recorder.begin_capture()
         try:
-            result = self._fn(*args, **kwargs)
+            result = self._run(*args, **kwargs)
+            leaves, tree = pytree.tree_flatten(result)
+            _check_leaves(leaves)
         except BaseException as error:
-            captured = recorder.end_capture()
+            recorder.end_capture()
             if isinstance(error, CaptureError):
                 raise self._explained(error) from None
             raise
         captured = recorder.end_capture()
-        inputs = [*_tensors(args), *_tensors(tuple(v for _, v in sorted(kwargs.items())))]
-        returned = _tensors(result)
-        made = _Maker(session, captured, ins, inputs, returned)
+        natives = [leaf._native if type(leaf) is TorchTensor else leaf for leaf in leaves]
+        made = _Maker(session, captured, ins, inputs, [t for t in natives if type(t) is Tensor], self._fuse)
         sig, pins, positions, writes = made.build()
-        specs = tuple(t._spec for t in made.outputs)
-        recorded = _Recorded(sig, _template(result, positions, inputs), specs, writes)
+        specs = tuple(session.respec(t._spec, link=OWN) for t in made.outputs)
+        recorded = _Recorded(sig, specs, _finisher(leaves, natives, tree, positions, inputs), writes)
         self._programs[key] = recorded
         if len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
@@ -165,6 +174,7 @@ class Compiled:
         recorder.after_put()
         self.num_recordings += 1
         self.num_replays += 1
+        session.num_programs += 1
         return result
 
     def _explained(self, error: CaptureError) -> CaptureError:
@@ -177,35 +187,118 @@ class Compiled:
                 place = locate(code, trace.tb_lasti)
                 where = f" at {place[0]}:{place[1]}" if place is not None else ""
             trace = trace.tb_next
-        name = getattr(self._fn, "__name__", type(self._fn).__name__)
         return CaptureError(
-            f"{name} cannot be compiled: {error}{where}. A replay runs without the client, so nothing in it may depend on a "
-            "value: keep the value a tensor (torch.where instead of if), or compile the parts before and after the read"
+            f"{self._name} cannot be compiled: {error}{where}. A replay runs without the client, so nothing in it may depend "
+            "on a value: keep the value a tensor (torch.where instead of if), or compile the parts before and after the read"
         )
 
-    def _warn_of_changes(self, key: Any) -> None:
-        last, self._last_key = self._last_key, key
-        if self.num_recordings + 1 == WARN_AFTER and last is not None:
-            changed = [f"{a} -> {b}" for a, b in zip(last, key, strict=False) if a is not b and a != b][:3]
-            warnings.warn(
-                f"{self!r} was recorded {WARN_AFTER} times because its inputs keep changing, lately {'; '.join(changed)}. "
-                "Numbers that vary belong in tensors, and lengths in a few buckets",
-                RuntimeWarning,
-                stacklevel=4,
+    def _warn_of_changes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        around = {
+            "the mesh in force": current_mesh(),
+            "auto_redistribute": policy.is_auto(),
+            "train or eval": [m.training for m in self._modules],
+        }
+        last, self._last = self._last, facts(self._fn, args, kwargs, around)
+        number = self.num_recordings + 1
+        if last is None or number < WARN_AFTER or number & (number - 1):
+            return
+        changed = "; ".join(changes(last, self._last)[:3]) or "the session"
+        warnings.warn(
+            f"{self._name} was recorded {number} times because its inputs keep changing, lately {changed}. "
+            "Numbers that vary belong in tensors, and lengths in a few buckets",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class CompiledCoroutine(Compiled):
+    """A compiled coroutine function: awaiting a call gives what the function returns."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def _driven(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A coroutine function as a plain one: it may await what is there, and nothing that it would have to wait for."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = fn(*args, **kwargs)
+        try:
+            running.send(None)
+        except StopIteration as stop:
+            return stop.value
+        running.close()
+        raise CaptureError("it waits for something inside, such as a value")
+
+    return run
+
+
+def _entrance(fn: Any) -> Enter | None:
+    """What puts plain tensors on the mesh of a module that ``distribute`` has been given."""
+    if not isinstance(fn, torch.nn.Module):
+        return None
+    return next((hook for hook in fn._forward_pre_hooks.values() if isinstance(hook, Enter)), None)
+
+
+def _wrote(session: Session) -> None:
+    """A replay has written into tensors: values fetched before are old, and so are copies that stand for views."""
+    session.num_mutations += 1
+    for reference in list(_alias.LIVE.values()):
+        tensor = reference()
+        if tensor is not None and tensor._spec.session is session:
+            tensor._spec = session.respec(tensor._spec, link=STALE)
+
+
+def _check_leaves(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and type(leaf) is not TorchTensor:
+            continue  # a plain one is a constant
+        inside = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, torch.Tensor)) else {}
+        if any(isinstance(t, (Tensor, TorchTensor)) for t in pytree.tree_leaves(list(inside.values()))):
+            raise CaptureError(
+                f"it returns a {type(leaf).__name__} with tensors inside, which a replay cannot renew: return the tensors"
             )
+
+
+def _finisher(
+    leaves: list[Any], natives: list[Any], tree: Any, positions: dict[int, int], inputs: list[Tensor]
+) -> Callable[[list[Tensor], Any], Any]:
+    """What makes a replay's result of its outputs: each tensor is an output, an argument given back, or the same as ever."""
+    places = [positions.get(id(t), -1) for t in natives]
+    if len(leaves) == 1 and type(leaves[0]) is Tensor and tree.is_leaf() and places[0] >= 0:
+        return lambda outs, _: outs[0]
+    if tree.type is tuple and all(type(t) is Tensor for t in leaves) and places == list(range(len(leaves))):
+        return lambda outs, _: tuple(outs)
+    given = [next((i for i, x in enumerate(inputs) if x is t), -1) for t in natives]
+    faces = [type(leaf) is TorchTensor for leaf in leaves]
+
+    def finish(outs: list[Tensor], arguments: Any) -> Any:
+        mine = [*tensors_in(arguments[0]), *tensors_in(arguments[1])] if max(given, default=-1) >= 0 else []
+        found = []
+        for leaf, place, at, is_face in zip(leaves, places, given, faces, strict=True):
+            if place >= 0:
+                found.append(faced(outs[place]) if is_face else outs[place])
+            elif at >= 0:
+                found.append(faced(mine[at]) if is_face else mine[at])
+            else:
+                found.append(leaf)
+        return pytree.tree_unflatten(found, tree)
+
+    return finish
 
 
 class _Maker:
     """Turns a capture into a program: slots become registers."""
 
     def __init__(
-        self, session: Session, captured: Captured, ins: list[int], inputs: list[Tensor], returned: list[Tensor]
+        self, session: Session, captured: Captured, ins: list[int], inputs: list[Tensor], returned: list[Tensor], fuse: bool
     ) -> None:
         self._session = session
         self._captured = captured
         self._ins = ins
         self._inputs = inputs
         self._returned = returned
+        self._fuse = fuse
         self.outputs: list[Tensor] = []
 
     def build(self) -> tuple[Signature, tuple[int, ...], dict[int, int], bool]:
@@ -265,6 +358,7 @@ class _Maker:
                 tuple(registers[t._slot] for t in self.outputs),
                 tuple((registers[slot], slot) for slot in external),
                 tuple((registers[slot], slot) for slot in kept),
+                self._fuse,
             )
         )
         session.program_lines[sig.id] = chunk
@@ -279,59 +373,35 @@ def _unpin(recorder: weakref.ref[Recorder], pins: tuple[int, ...]) -> None:
         alive.unpin(pins)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return [t for v in tree.values() for t in _tensors(v)]
-    if isinstance(tree, (list, tuple)):
-        return [t for v in tree for t in _tensors(v)]
-    return []
-
-
-def _template(tree: Any, positions: dict[int, int], inputs: list[Tensor]) -> Any:
-    """The returned tree with places in it for what a replay makes; other leaves are returned as they are."""
-    if isinstance(tree, Tensor):
-        if id(tree) in positions:
-            return _Output(positions[id(tree)])
-        at = next((i for i, t in enumerate(inputs) if t is tree), None)
-        return tree if at is None else _Input(at)
-    if isinstance(tree, dict):
-        return {k: _template(v, positions, inputs) for k, v in tree.items()}
-    if isinstance(tree, list):
-        return [_template(v, positions, inputs) for v in tree]
-    if isinstance(tree, tuple):
-        items = [_template(v, positions, inputs) for v in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
-
-
-def _fill(tree: Any, outs: list[Tensor], inputs: Any) -> Any:
-    if type(tree) is _Output:
-        return outs[tree.index]
-    if type(tree) is _Input:
-        return _tensors(inputs)[tree.index]
-    if isinstance(tree, dict):
-        return {k: _fill(v, outs, inputs) for k, v in tree.items()}
-    if isinstance(tree, list):
-        return [_fill(v, outs, inputs) for v in tree]
-    if isinstance(tree, tuple):
-        items = [_fill(v, outs, inputs) for v in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
-
-
-def compile(fn: Callable[..., Any]) -> Compiled:
+def compile(fn: Callable[..., Any] | None = None, *, fuse: bool = False) -> Any:
     """Record ``fn`` once per kind of input; later calls send one message and workers replay what was recorded.
 
-    A kind is: the specs of tensor arguments, the values of all others, the mesh and policy in force, and train or eval of a
-    module's parts. Outputs are fresh tensors. Parameters and caches are used by reference; ops in place on them happen at
-    each replay, random ops draw on. At most 64 kinds are kept.
+    A kind is: the specs of tensor arguments, the values of all others, the mesh and policy in force, and train or eval of the
+    modules that the function is, closes over or names. Outputs are fresh tensors. Parameters and caches are used by
+    reference; ops in place on them happen at each replay, random ops draw on. At most 64 kinds are kept; a warning names the
+    argument that keeps changing. Use it as ``@dtorch.compile``, ``@dtorch.compile(fuse=True)`` or ``dtorch.compile(model)``.
 
     Args:
-        fn: a function or module. It takes dtorch tensors, numbers, strings, and lists and tuples of them.
+        fn: a function or module, also one that ``distribute`` was given. It takes tensors of either face, numbers, strings,
+            and lists, tuples and dicts of them; a distributed module takes plain tensors too. A coroutine function may await
+            nothing that it would have to wait for.
+        fuse: workers run the program's local parts as torch.compile makes them of it (on CUDA devices as CUDA graphs):
+            results are equal within rounding, not bit for bit. The first replay takes seconds. Without a C++ compiler
+            workers on CPU run the program as it is, which a warning says.
 
     Raises:
-        CaptureError: at the first call, when the function reads a value; says where.
+        CaptureError: at the first call, when the function reads a value; says where, and the way out.
+        TypeError: an argument is something that a program cannot take.
     """
-    return Compiled(fn)
+    if fn is None:
+        return functools.partial(compile, fuse=fuse)
+    if not callable(fn):
+        raise TypeError(f"compile takes a function or a module, not a {type(fn).__name__}")
+    if fuse and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        warnings.warn(
+            "compile(fuse=True): there is no C++ compiler here (g++), which torch.compile needs on CPU: what workers of this "
+            "machine replay is not fused. Install one, or leave fuse out",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return (CompiledCoroutine if inspect.iscoroutinefunction(fn) else Compiled)(fn, fuse)

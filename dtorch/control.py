@@ -101,6 +101,7 @@ class Statistics:
         batches: batches sent.
         signatures: different calls known (op, static arguments, input specs).
         signature_misses: calls that had to be inferred; ops - signature_misses found their signature.
+        recordings: of compiled functions, one for each kind of input.
         slots: slots that hold tensors.
         batches_in_flight: sent, not yet executed by all workers.
         bytes_by_plane: "control": bytes of batches recorded; "sent": bytes of frames sent to workers.
@@ -112,6 +113,7 @@ class Statistics:
     batches: int
     signatures: int
     signature_misses: int
+    recordings: int
     slots: int
     batches_in_flight: int
     bytes_by_plane: dict[str, int]
@@ -142,6 +144,7 @@ def _counted(session: Session, answers: tuple[WorkerStatistics, ...]) -> Statist
         batches=recorder.num_batches,
         signatures=session.num_signatures,
         signature_misses=session.num_misses,
+        recordings=session.num_programs,
         slots=recorder.num_slots,
         batches_in_flight=recorder.num_in_flight,
         bytes_by_plane={"control": recorder.num_bytes, "sent": session.thread.bytes_sent},

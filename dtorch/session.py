@@ -79,6 +79,7 @@ class Session:
         self.options = options
         self.num_mutations = 0
         self.num_misses = 0  # calls whose signature had to be made
+        self.num_programs = 0  # recordings of compiled functions
         self._virtual = dict(options.virtual)
         self._meshes: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
         self._specs: dict[Any, Spec] = {}

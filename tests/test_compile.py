@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import warnings
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
+from dtorch.face import faced
+from dtorch.runtime.executor import Executor
+from dtorch.transport.messages import Definition, Layout, MeshInfo, Program
 
 MESH = DeviceMesh("cpu", [0, 1])
 
@@ -187,5 +194,159 @@ def test_warns_of_inputs_that_keep_changing() -> None:
     x = on_mesh(torch.ones(2))
     for n in range(7):
         compiled(x, n)
-    with pytest.warns(RuntimeWarning, match="keep changing"):
+    with pytest.warns(RuntimeWarning, match="keep changing, lately argument n: 6 -> 7. Numbers"):
         compiled(x, 7)
+    compiled(x, 8)  # not said again at once
+
+
+def test_dicts_faces_and_structures_go_in_and_come_out_as_they_are() -> None:
+    def fn(batch: dict[str, Any], scale: float = 2.0) -> dict[str, Any]:
+        return {"sum": batch["a"] + batch["b"][0], "same": batch["a"], "facts": (scale, [batch["b"][0] * scale])}
+
+    compiled = dtorch.compile(fn)
+    for seed in (1.0, 2.0):
+        a, b = on_mesh(torch.full((2,), seed)), faced(on_mesh(torch.ones(2)))
+        found = compiled({"a": a, "b": [b]}, scale=3.0)
+        assert found["same"] is a
+        assert type(found["sum"]) is dtorch.TorchTensor
+        assert found["sum"].tolist() == [seed + 1.0] * 2
+        assert found["facts"][0] == 3.0
+        assert found["facts"][1][0].tolist() == [3.0] * 2
+    assert (compiled.num_recordings, compiled.num_replays) == (1, 2)
+
+
+def test_what_a_program_cannot_take_is_named() -> None:
+    compiled = dtorch.compile(lambda x, extras: x)
+    x = on_mesh(torch.ones(2))
+    with pytest.raises(TypeError, match=r"argument extras\[1\] is a plain torch.Tensor"):
+        compiled(x, [1, torch.ones(2)])
+    with pytest.raises(TypeError, match=r"argument extras\['k'\] is a object"):
+        compiled(x, {"k": object()})
+    with pytest.raises(TypeError, match="a function or a module, not a int"):
+        dtorch.compile(3)
+
+    class Holder:
+        def __init__(self, inside: dtorch.Tensor) -> None:
+            self.inside = inside
+
+    with pytest.raises(dtorch.CaptureError, match="returns a Holder with tensors inside"):
+        dtorch.compile(lambda x: Holder(x + 1.0))(x)
+    assert (x + x).tolist() == [2.0, 2.0]
+
+
+def test_modules_that_a_function_closes_over_record_again_after_eval() -> None:
+    with MESH:
+        dropout = dtorch.nn.Dropout(1.0)
+
+    @dtorch.compile
+    def fn(x: dtorch.Tensor) -> dtorch.Tensor:
+        return dropout(x)
+
+    x = on_mesh(torch.ones(3))
+    assert fn(x).tolist() == [0.0] * 3
+    dropout.eval()
+    assert fn(x).tolist() == [1.0] * 3
+    assert dtorch.compile(dropout.forward)(x).tolist() == [1.0] * 3
+
+
+def test_a_distributed_module_takes_plain_tensors_and_uses_their_values() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    inputs = [torch.randn(3, 4) for _ in range(2)]
+    expected = [plain(x).detach() for x in inputs]
+    mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    compiled = dtorch.compile(dtorch.distribute(plain, mesh, {"0": "colwise", "2": "rowwise"}))
+    for x, wanted in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(compiled(x).to_torch(), wanted)
+    assert (compiled.num_recordings, compiled.num_replays) == (1, 2)
+
+
+def test_coroutine_functions_replay_unless_they_wait() -> None:
+    async def fn(x: dtorch.Tensor) -> dtorch.Tensor:
+        return x + 1.0
+
+    async def waits(x: dtorch.Tensor) -> dtorch.Tensor:
+        return x + float(await x.sum().item_async())
+
+    async def run() -> None:
+        x = on_mesh(torch.ones(2))
+        compiled = dtorch.compile(fn)
+        for _ in range(2):
+            out = await compiled(x)
+            assert (await out.value()).tolist() == [2.0] * 2
+        with pytest.raises(dtorch.CaptureError, match=r"waits cannot be compiled: .* value"):
+            await dtorch.compile(waits)(x)
+
+    asyncio.run(run())
+
+
+def test_a_replay_that_writes_makes_copies_of_views_stale() -> None:
+    base = on_mesh(torch.zeros(4), Shard(0))
+    compiled = dtorch.compile(lambda x: base.add_(x))
+    x = on_mesh(torch.ones(4), Shard(0))
+    compiled(x)
+    part = base[1:3]
+    assert part.tolist() == [1.0, 1.0]
+    compiled(x)
+    assert part.tolist() == [2.0, 2.0]
+
+
+def test_a_view_that_a_replay_returns_is_a_tensor_of_its_own() -> None:
+    compiled = dtorch.compile(lambda x: x[1:3])
+    x = on_mesh(torch.arange(4.0), Shard(0))
+    outs = [compiled(x) for _ in range(2)]
+    x.zero_()
+    assert outs[1].tolist() == [1.0, 2.0]
+    assert (outs[1] + 1.0).tolist() == [2.0, 3.0]
+
+
+def test_recordings_are_counted_and_bounded() -> None:
+    before = dtorch.statistics().recordings
+    compiled = dtorch.compile(lambda x, n: x * n)
+    x = on_mesh(torch.ones(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for n in range(70):
+            compiled(x, n)
+    assert dtorch.statistics().recordings == before + 70
+    assert "64 programs" in repr(compiled)
+
+
+def test_fused_programs_give_the_same_and_write_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def compiler(traced: Any, **options: Any) -> Any:
+        seen.append(options)
+        if len(seen) > 1:
+            raise RuntimeError("no compiler")
+        return traced
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    whole = Layout(1, (4,), "float32", (-1,))
+    two = [["t", 0], ["t", 1]]
+    table = {"torch.add": torch.add, "torch.Tensor.add_": torch.Tensor.add_, "torch.exp": torch.exp}
+    executor = Executor(
+        1, 0, table.__getitem__, lambda place: torch.device("cpu"), lambda *_: pytest.fail("no group"), pytest.fail
+    )
+    executor.add_mesh(MeshInfo(1, "cpu", (1,), (0,), (0,)))
+    executor.add_definition(Definition(1, "torch.add", "local", two, {}, (whole, whole), (whole,)))
+    executor.add_definition(Definition(2, "torch.Tensor.add_", "local", two, {}, (whole, whole), (whole,), (0,)))
+    executor.add_definition(Definition(3, "torch.exp", "local", [["t", 0]], {}, (whole,), (whole,)))
+    for sig in (4, 5):
+        executor.add_definition(Definition(sig, "dtorch.program", "program", [], {}, (whole,), (whole,)))
+        # registers: 0 given, 1 captured from slot 7, 2 to 4 made
+        body = msgspec.msgpack.encode([[[1, 2, 0, 1], [2, 1, 2], [3, 3, 2], [1, 4, 3, 1]], [[1, [2, 3]]]])
+        executor.add_program(Program(sig, (1,), body, 5, (0,), (4,), ((1, 7),), (), True))
+    executor.run(1, msgspec.msgpack.encode([[], []]), [])
+    store = executor.stores[0]
+    store.extend([None] * 16)
+    x, total = torch.rand(4), torch.rand(4)
+    for sig in (4, 5):  # the second one cannot be fused, and runs as it is
+        store[0], store[7] = x, total.clone()
+        for number in range(2):
+            out = total.clone() if number == 0 else store[7].clone()
+            executor.run(sig * 10 + number, msgspec.msgpack.encode([[[sig, 1, 0]], []]), [])
+            made = x + out
+            torch.testing.assert_close(store[7], out + made)
+            torch.testing.assert_close(store[1], made.exp() + (out + made))
+    assert seen == [{"mode": "default", "dynamic": False}] * 2

@@ -19,6 +19,7 @@ from dtorch.runtime import joint
 from dtorch.runtime.binding import Binder
 from dtorch.runtime.comm import Place
 from dtorch.runtime.files import FileAccess
+from dtorch.runtime.fusion import Fused, fuse
 from dtorch.runtime.lowering import lower
 from dtorch.runtime.memory import MemoryMeter
 from dtorch.runtime.plan import (
@@ -177,6 +178,9 @@ class Executor:
             if program is None:
                 raise ProtocolError(f"signature {sig} names no program")
             plan = self._compile(program.body)
+            if program.fuse:
+                lasting = {*program.outputs, *(register for register, _ in program.kept)}
+                plan.parts = fuse(plan.parts, lasting)
             places = {index for mesh in program.meshes for index in self.binder.hosted(mesh)}
             made = self._compiled[sig] = CompiledProgram(program, plan, tuple(sorted(places)))
         return made
@@ -270,13 +274,15 @@ class Executor:
                     self._run_local(index, runs)
             elif type(part) is Joint:
                 joint.run(self, part, self._uploads)
+            elif type(part) is Fused:
+                part.run(self, self._run_local)
             elif type(part) is Begun:
                 part.flight = joint.Flight(self, part.joints)
             elif type(part) is Finish:
                 part.begun.flight.finish()
                 part.begun.flight = None
             else:
-                self._replay(part)  # type: ignore[arg-type]
+                self._replay(part)
             if memory.watching:
                 memory.observe()
 

@@ -95,7 +95,7 @@ class Replay:
 
 @dataclass
 class Plan:
-    parts: list[Local | Joint | Begun | Finish | Replay]
+    parts: list[Any]  # Local, Joint, Begun, Finish, Replay or, where a program allows it, fusion.Fused
     frees: list[tuple[tuple[int, ...], list[int]]]  # hosted places, slots to forget at the end
     num_slots: int  # stores must be at least this long
     num_calls: int

@@ -67,6 +67,7 @@ class Program(msgspec.Struct, frozen=True):
     outputs: tuple[int, ...]  # registers that go to the call's output slots
     captured: tuple[tuple[int, int], ...]  # (register, slot): tensors used by reference
     kept: tuple[tuple[int, int], ...]  # (register, slot): tensors that the function leaves behind, such as caches
+    fuse: bool = False  # local parts may run as torch.compile makes them, equal within rounding
 
 
 class SharedBlob(msgspec.Struct, frozen=True, tag="shm"):
