@@ -14,7 +14,8 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from sys import _getframe
 from typing import Any
@@ -150,7 +151,8 @@ class Compiled:
         at = source(_getframe(2))
         recorder.begin_capture()
         try:
-            result = self._run(*args, **kwargs)
+            with _tracing():
+                result = self._run(*args, **kwargs)
             leaves, tree = pytree.tree_flatten(result)
             _check_leaves(leaves)
         except BaseException as error:
@@ -231,6 +233,17 @@ def _driven(fn: Callable[..., Any]) -> Callable[..., Any]:
         raise CaptureError("it waits for something inside, such as a value")
 
     return run
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true inside: what asks for it leaves out what depends on values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _entrance(fn: Any) -> Enter | None:
