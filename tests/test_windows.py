@@ -60,13 +60,15 @@ def test_shares_are_those_of_adaptive_pooling() -> None:
             assert -F.adaptive_max_pool1d(-x, m)[0, 0, o] == 1
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic"])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "cubic", "lanczos"])
 def test_taps_are_those_of_interpolation(mode: str) -> None:
     """Positions to the element, in float32 and float64, with and without a factor, corners and filters."""
     draw = random.Random(mode)
     for _ in range(250):
         n, m, factor = draw.randint(1, 300), draw.randint(1, 400), draw.choice([None, 2.0, 0.5, draw.uniform(0.2, 4)])
-        corners, smooth = draw.choice([(False, False), (True, False), (False, True)][: 1 if mode.startswith("nearest") else 3])
+        corners, smooth = draw.choice(list(product((False, True), repeat=2))[: 1 if mode.startswith("nearest") else 4])
+        if mode == "lanczos":
+            corners, smooth = False, True
         dtype = draw.choice([torch.float32, torch.float64])
         x = torch.randn(n, dtype=dtype)
         named: dict[str, Any] = {"size": m} if factor is None or int(n * factor) < 1 else {"scale_factor": factor}
@@ -74,7 +76,7 @@ def test_taps_are_those_of_interpolation(mode: str) -> None:
             wanted = F.interpolate(x[None, None], mode=mode, **named)[0, 0]
         else:
             named = {k: (v, 3 if k == "size" else 1.0) for k, v in named.items()}
-            kind = "bilinear" if mode == "linear" else "bicubic"
+            kind = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
             plane = x[None, None, :, None].expand(1, 1, n, 3).contiguous()
             wanted = F.interpolate(plane, mode=kind, align_corners=corners, antialias=smooth, **named)[0, 0, :, 0]
         taps = Taps(mode, n, wanted.numel(), factor if "scale_factor" in named else None, corners, smooth, dtype.itemsize == 8)
@@ -258,6 +260,22 @@ def test_input_weight_and_bias_in_any_placement() -> None:
 
     check(conv, x, W2, B, mesh=((2, 2),), partial=True, limit=40, tolerance=1e-4, legal=CHANNELS_AND_SPACE)
     check(transposed, x, T2, mesh=((3,), (2, 2)), partial=True, limit=20, tolerance=1e-4)
+
+
+def test_what_torch_refuses() -> None:
+    x, w = grid(2, 4, 7, 5), W2
+    for placed in ([Shard(2)], [R]):
+        mine, weight = distribute(x, mesh_of(3), placed), distribute(w, mesh_of(3), [R])
+        for fn in (
+            lambda x, w: F.conv2d(x, w, padding=-1), lambda x, w: F.conv2d(x, w, padding="same", stride=2),
+            lambda x, w: F.conv2d(x, w, groups=3), lambda x, w: F.max_pool2d(x, 3, padding=2), lambda x, w: F.avg_pool2d(x, 9),
+            lambda x, w: F.pad(x, (0, 0, 9, 9), mode="reflect"), lambda x, w: F.interpolate(x), lambda x, w: x.unfold(2, 9, 1),
+        ):
+            with pytest.raises((RuntimeError, ValueError)) as theirs:
+                fn(x, w)
+            with pytest.raises(type(theirs.value)) as ours:
+                fn(mine, weight)
+            assert str(ours.value).split(".")[0] == str(theirs.value).split(".")[0]
 
 
 class Residual(nn.Module):

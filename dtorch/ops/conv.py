@@ -56,6 +56,8 @@ def _geometry(call: Call, space: int, channel: int, transposed: bool) -> dict[st
     dilation = per_dim(call.arg(7 if transposed else 5, "dilation", 1), space)
     padding = call.arg(4, "padding", 0)
     before, padded = per_dim(0 if isinstance(padding, str) else padding, space), []
+    if min(before, default=0) < 0:
+        raise RuntimeError("negative padding is not supported")  # torch says so only where the numbers are
     if padding == "same":  # the odd element comes behind, which torch's function cannot be told in numbers
         before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
         padded = [channel + 1 + i for i in range(space) if dilation[i] * (kernel[i] - 1) % 2]

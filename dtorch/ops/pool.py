@@ -150,7 +150,7 @@ def _adaptive(space: int, kind: str) -> Rule:
 
 _MODES = {
     "nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "linear", "bilinear": "linear", "trilinear": "linear",
-    "bicubic": "cubic",
+    "bicubic": "cubic", "lanczos": "lanczos",
 }  # fmt: skip
 
 
@@ -173,6 +173,8 @@ def _interpolate(call: Call) -> list[Sig]:
         return sigs + _looking(call, "adaptive_avg", windows, {"space": space, "padded": list(range(2, x.ndim))})
     smooth = not is_upsample and bool(call.arg(6, "antialias", False))
     corners = bool(call.arg(4, "align_corners", None))
+    if mode not in _MODES:
+        return sigs
     windows = [
         Taps(_MODES[mode], n, m, f, corners, smooth, x.dtype == torch.float64)
         for n, m, f in zip(x.shape[2:], out.shape[2:], factors, strict=True)

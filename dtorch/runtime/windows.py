@@ -6,7 +6,7 @@ the input of ``n`` elements is ``[0, n)``, and elements outside hold what the op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -76,7 +76,7 @@ class Taps:
     """Output o is a weighted sum of a few inputs, as in interpolation.
 
     Attributes:
-        mode: "nearest", "nearest-exact", "linear" or "cubic".
+        mode: "nearest", "nearest-exact", "linear", "cubic", or "lanczos", which is always smooth.
         size, num: of input and output.
         factor: the scale factor that the user gave, None when sizes decide.
         corners: whether the corner elements of input and output coincide.
@@ -200,10 +200,21 @@ def cubic(x: torch.Tensor, a: float) -> torch.Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
+def lanczos(x: torch.Tensor) -> torch.Tensor:
+    """sinc(x) sinc(x / 3) at distances ``x`` below 3 (Duchon 1979, Lanczos filtering in one and two dimensions)."""
+    return torch.where(x < 3, torch.sinc(x) * torch.sinc(x / 3), torch.zeros_like(x))
+
+
+_REACH = {"linear": 1.0, "cubic": 2.0, "lanczos": 3.0}
+_FILTERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda x: (1 - x).clamp(min=0), "cubic": lambda x: cubic(x, -0.5), "lanczos": lanczos
+}  # fmt: skip
+
+
 def _filtered(taps: Taps, at: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The filter widened by the scale, cut at the borders and normed."""
     wide = max(float(scale), 1.0)
-    support = (2 if taps.mode == "linear" else 4) * 0.5 * wide
+    support = _REACH[taps.mode] * wide
     center = (at + 0.5) * scale
     first = (center - support + 0.5).trunc().long().clamp(min=0)
     last = (center + support + 0.5).trunc().long().clamp(max=taps.size)
@@ -212,7 +223,7 @@ def _filtered(taps: Taps, at: torch.Tensor, scale: torch.Tensor) -> tuple[torch.
     index = first[:, None] + steps
     used = index < last[:, None]
     away = ((index.to(at.dtype) - center[:, None] + 0.5) / wide).abs()
-    weight = (1 - away).clamp(min=0) if taps.mode == "linear" else cubic(away, -0.5)
+    weight = _FILTERS[taps.mode](away)
     weight = torch.where(used, weight, torch.zeros_like(weight))
     total = weight.sum(1, keepdim=True)
     return index.minimum(last[:, None] - 1), weight / torch.where(total == 0, torch.ones_like(total), total)
