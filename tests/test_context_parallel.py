@@ -183,6 +183,29 @@ def test_a_sequence_on_one_device_keeps_the_bits_of_torch() -> None:
     assert torch.equal(got.to_torch(), plain.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
+def test_dropout_draws_what_one_device_draws() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 7, 8) for _ in range(3))
+    mesh = dtorch.init_device_mesh("cpu", (3,), mesh_dim_names=(RING,))
+    placed = [distribute(t, mesh, [SEQ]) for t in (q, k, v)]
+    torch.manual_seed(3)
+    want = plain.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    dtorch.manual_seed(3)
+    got = F.scaled_dot_product_attention(*placed, dropout_p=0.5)
+    assert got.placements == (SEQ,)
+    assert torch.equal(got.to_torch(), want)
+
+
+def test_it_can_be_compiled() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 8)
+    mesh = dtorch.init_device_mesh("cpu", (2, 2), mesh_dim_names=(ULYSSES, RING))
+    twice = dtorch.compile(lambda t: F.scaled_dot_product_attention(t, t, t, is_causal=True) * 2)
+    for _ in range(2):
+        got = twice(distribute(x, mesh, [SEQ, SEQ]))
+    assert_close(got.to_torch(), 2 * plain.scaled_dot_product_attention(x, x, x, is_causal=True), rtol=1e-5, atol=1e-5)
+
+
 def test_a_mask_that_no_device_nearby_holds_is_refused() -> None:
     mesh = mesh_of(2, 2)
     q = distribute(torch.randn(1, 2, 8, 8), mesh, (Replicate(), Replicate()))

@@ -11,8 +11,10 @@ from dtorch.ops._op import Op
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.norm import index_of
 from dtorch.ops.table import OPS, composite, row
+from dtorch.policy import auto_redistribute
 from dtorch.runtime.kernels._spans import meet, spans_of
 from dtorch.runtime.layout import Interval, box, coords, is_shard, shard_block, shard_code, shard_dim
+from dtorch.tensor import Tensor
 
 HEADS_AXES = frozenset({"ulysess_cp", "ulysses_cp"})
 """Names of mesh axes along which a cut sequence is exchanged for batches and heads; along others its keys go round."""
@@ -153,6 +155,11 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **more: Any,
 ) -> Any:
-    """As torch's. With dropout the numbers are drawn for the whole, and every input must be replicated."""
-    op = OPS[_DROPPING] if dropout_p else _PLAIN
-    return op.record((query, key, value, attn_mask, dropout_p, is_causal), more)
+    """As torch's. With dropout the numbers are drawn for the whole: inputs are gathered for it, and the result is placed as
+    the query is."""
+    inputs = (query, key, value, attn_mask, dropout_p, is_causal)
+    if not dropout_p:
+        return _PLAIN.record(inputs, more)
+    with auto_redistribute():
+        made = OPS[_DROPPING].record(inputs, more)
+    return made.redistribute(placements=query.placements) if isinstance(query, Tensor) else made
