@@ -1,8 +1,12 @@
-"""torch._foreach_*: an op on each tensor of a list. Each tensor has placements of its own."""
+"""``torch._foreach_*``: functions of lists of tensors, which optimizers and clipping call. Each is one op a tensor.
+
+What is a list runs along with the first one, what is not goes to every call; so the results, bits included, are those of the
+function that is named, called tensor by tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,65 +14,119 @@ import torch
 from dtorch.tensor import TORCH, Tensor
 
 _PREFIX = "_foreach_"
-_SPECIAL: dict[str, Callable[..., Any]] = {
-    "max": lambda x: x.max(),
-    "mm": lambda x, other: torch.mm(x, other),
-    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, float(ord), dtype=dtype),
-    "maximum": lambda x, other: x.clamp_min(other),
-    "minimum": lambda x, other: x.clamp_max(other),
-    "maximum_": lambda x, other: x.clamp_min_(other),
-    "minimum_": lambda x, other: x.clamp_max_(other),
-}
-"""Those that are no method of a tensor, or take what the method does not."""
+_NAMED = tuple("self tensors1 tensor1 tensor2 other mat2 src exponent scalar scalars weights weight value ord".split())
+"""Names of arguments, in the order in which functions take them."""
 
 
-def _each(name: str, tensors: Any, given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
-    """The results, one a tensor; lists among the arguments give one element to each."""
-    lists = [a for a in (tensors, *given, *named.values()) if isinstance(a, (list, tuple))]
-    num = len(lists[0])
-    if any(len(other) != num for other in lists):
-        raise RuntimeError(f"Tensor lists must have the same number of tensors, got {' and '.join(str(len(a)) for a in lists)}")
-
-    def at(value: Any, i: int) -> Any:
-        return value[i] if isinstance(value, (list, tuple)) else value
-
-    fn = _SPECIAL.get(name)
-    made = []
-    for i in range(num):
-        first, rest, more = at(tensors, i), [at(a, i) for a in given], {k: at(v, i) for k, v in named.items()}
-        if fn is not None:
-            made.append(fn(first, *rest, **more))
-        elif isinstance(first, (Tensor, torch.Tensor)):
-            made.append(getattr(first, name)(*rest, **more))
-        else:
-            made.append(getattr(torch, name)(first, *rest, **more))
-    return made
+def _powsum(x: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
 
 
-def _scaled(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """addcmul and addcdiv (tensor1, tensor2, value or scalars): the factors by name, as numbers."""
-    factors = given[2] if len(given) > 2 else named.pop("value", named.pop("scalars", 1))
-    if isinstance(factors, (Tensor, torch.Tensor)):
-        factors = factors.tolist()
-    return given[:2], {**named, "value": factors}
+def _norm(x: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
 
 
-def _register(full: str) -> None:
-    fn, name = getattr(torch, full), full.removeprefix(_PREFIX)
+def _extreme(of_two: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: Any, other: Any) -> Any:
+        return clamp(x, other) if isinstance(other, (int, float)) else of_two(x, other)
+
+    return call
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
+
+    return call
+
+
+def _scaled(name: str) -> Callable[..., Any]:
+    def call(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
+        return getattr(x, name)(first, second, value=value)
+
+    return call
+
+
+def _element(name: str, in_place: bool) -> Callable[..., Any] | None:
+    """What ``_foreach_name`` does to one tensor; None when torch has no function that does."""
+    special: dict[str, Callable[..., Any]] = {"norm": _norm, "powsum": _powsum, "max": torch.max, "copy": _method("copy_")}
+    if name in special:
+        return special[name]
+    if name in ("addcmul", "addcdiv"):
+        return _scaled(name + "_" * in_place)
+    if name in ("maximum", "minimum", "clamp_min", "clamp_max"):
+        clamp = "clamp_min" if name in ("maximum", "clamp_min") else "clamp_max"
+        if in_place:
+            return _method(clamp + "_")
+        return _extreme(getattr(torch, "maximum" if clamp == "clamp_min" else "minimum"), getattr(torch, clamp))
+    if not in_place and hasattr(torch, name):
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    return _method(name + "_" * in_place) if hasattr(torch.Tensor, name + "_" * in_place) else None
+
+
+def _check(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let torch look at a call with tensors that have no data, once for all calls alike; raises what torch raises."""
+    facts: list[Any] = [fn]
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            facts.append(len(value))
+            return [walk(v) for v in value]
+        if isinstance(value, (Tensor, torch.Tensor)):
+            native = getattr(value, "native", value)
+            meta = native._spec.meta if isinstance(native, Tensor) else value
+            facts.append((tuple(meta.shape), meta.dtype))
+            return meta
+        facts.append(type(value))
+        return value
+
+    tree = [walk(args), *(walk([name, value])[1] for name, value in kwargs.items())]
+    key = tuple(facts)
+    if key in _checked:
+        return
+
+    def data(value: Any, listed: bool = False) -> Any:
+        if isinstance(value, list):
+            return [data(v, True) for v in value]
+        if isinstance(value, torch.Tensor):
+            return torch.empty_like(value, device="meta") if listed else torch.zeros(value.shape, dtype=value.dtype)
+        return value
+
+    given, *named = tree
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        fn(*[data(v) for v in given], **{name: data(v) for name, v in zip(kwargs, named, strict=True)})
+    _checked.add(key)
+
+
+_checked: set[Any] = set()
+
+
+def _foreach(name: str) -> Callable[..., Any] | None:
     in_place = name.endswith("_")
+    each = _element(name[len(_PREFIX) :].rstrip("_"), in_place)
+    fn = getattr(torch, name)
+    if each is None:
+        return None
 
-    def call(self: Any, *given: Any, **named: Any) -> Sequence[Any]:
-        if name.startswith("addc"):
-            given, named = _scaled(given, dict(named))
-        made = _each(name, self, given, named)
-        return self if in_place else tuple(made)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check(fn, args, kwargs)
+        kwargs.pop("non_blocking", None)
+        positional, named = list(args), dict(kwargs)
+        for key in _NAMED:
+            if key in named:
+                positional.append(named.pop(key))
+        if "addc" in name and isinstance(positional[-1], (Tensor, torch.Tensor)):
+            positional[-1] = positional[-1].tolist()
+        num = next(len(p) for p in positional if isinstance(p, (list, tuple)))
+        rows = [[p[i] if isinstance(p, (list, tuple)) else p for p in positional] for i in range(num)]
+        made = tuple(each(*row, **named) for row in rows)
+        return positional[0] if in_place else made
 
-    call.__name__ = call.__qualname__ = full
-    call.__doc__ = f"``torch.{full}``: {name} of each tensor."
-    TORCH[fn] = call
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"``torch.{name}``, one op a tensor."
+    return call
 
 
 for _name in dir(torch):
-    _short = _name.removeprefix(_PREFIX)
-    if _short != _name and (_short in _SPECIAL or hasattr(torch.Tensor, _short)):
-        _register(_name)
+    if _name.startswith(_PREFIX) and (_made := _foreach(_name)) is not None:
+        TORCH[getattr(torch, _name)] = _made
