@@ -44,6 +44,7 @@ _FORMS = {
 _SHOWS = ("__repr__", "_repr_html_", "__format__")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FACE = os.path.join(_HERE, "face.py")
+_SHAPES = os.path.join(_HERE, "ops", "shapes.py")
 _warned: set[tuple[str, int]] = set()
 
 
@@ -61,11 +62,12 @@ def check_loop() -> None:
 
 
 def _warn(frame: FrameType | None) -> None:
-    name = ""
+    name, for_shape = "", False
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         code = frame.f_code
         if code.co_filename.startswith(_HERE) and code.co_filename != _FACE and code.co_name != "__torch_function__":
             name = code.co_name  # in the end that of what the user called
+            for_shape |= code.co_filename == _SHAPES
         frame = frame.f_back
     if frame is None or (name in _SHOWS and _in_notebook()):
         return
@@ -73,7 +75,9 @@ def _warn(frame: FrameType | None) -> None:
     if (path, line) in _warned:
         return
     form = _FORMS.get(name)
-    if form is not None:
+    if for_shape:
+        text = "this waits for the shape of its result and blocks the running event loop; write await dtorch.wait_shape(...)"
+    elif form is not None:
         text = f"{name.strip('_')}() blocks the running event loop until the value is there; write {form} instead"
     else:
         text = "this waits for a value and blocks the running event loop meanwhile; await the value before"

@@ -10,6 +10,7 @@ import torch
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh, current_mesh
 from dtorch.ops._op import freeze_args
+from dtorch.ops._out import written
 from dtorch.ops.table import allow
 from dtorch.placement import Placement, Replicate, normalize
 from dtorch.runtime.layout import coords, is_shard, local_shape
@@ -195,6 +196,9 @@ class Factory:
 
         if generator is not None:
             raise ValueError(f"{self.name}: generator= is not supported; dtorch.manual_seed seeds the session's generator")
+        if isinstance(out, Tensor):
+            device_mesh = out.device_mesh if device_mesh is None and device is None else device_mesh
+            kwargs["dtype"] = kwargs.get("dtype") or out.dtype
         mesh = target_mesh(device_mesh, device, self.name)
         session = current_session()
         if self.shaped and "size" in kwargs:
@@ -228,7 +232,7 @@ class Factory:
         if recorder.is_sync:
             recorder.after_put()
         if out is not None:
-            return out.copy_(made)  # type: ignore[no-any-return]
+            return written(out, made)  # type: ignore[no-any-return]
         return made.requires_grad_() if requires_grad else made
 
     def _dynamic(self, where: int | str, value: Any) -> bool:

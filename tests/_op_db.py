@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -59,11 +60,16 @@ class Findings:
     Attributes:
         ran: comparisons that came out right.
         placement_errors: combinations that were refused without ``auto_redistribute`` (and right with it).
+        errors, same_words: wrong calls that raised torch's type of exception, and those of them in torch's words.
+        claims: runs of signatures that rules claim.
         wrong, refused: what each failing call was, and how it failed.
     """
 
     ran: int = 0
     placement_errors: int = 0
+    errors: int = 0
+    same_words: int = 0
+    claims: int = 0
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -74,6 +80,9 @@ class Findings:
     def add(self, other: Findings) -> None:
         self.ran += other.ran
         self.placement_errors += other.placement_errors
+        self.errors += other.errors
+        self.same_words += other.same_words
+        self.claims += other.claims
         self.wrong += other.wrong
         self.refused += other.refused
 
@@ -173,8 +182,10 @@ def arguments(sample: Any) -> tuple[Any, ...]:
 
 
 def is_plain(tree: Any) -> bool:
-    """Whether all tensors are strided ones."""
-    return all(t.layout == torch.strided and not t.is_nested and not t.is_quantized for t in leaves(tree))
+    """Whether all tensors are strided ones with values."""
+    return all(
+        t.layout == torch.strided and not t.is_nested and not t.is_quantized and t.device.type == "cpu" for t in leaves(tree)
+    )
 
 
 # ---- comparison
@@ -205,6 +216,14 @@ def same_kind(got: Any, want: Any) -> None:
             raise Wrong(f"shape {tuple(got.shape)}, not {tuple(want.shape)}")
         if got.dtype != want.dtype:
             raise Wrong(f"{got.dtype}, not {want.dtype}")
+
+
+def same_strides(got: Any, want: Any) -> None:
+    """Of dims that hold more than one element; the others' strides address nothing."""
+    for g, w in zip(leaves(got, dtorch.Tensor), leaves(want), strict=True):
+        steps = [(a, b) for a, b, size in zip(g.stride(), w.stride(), w.shape, strict=True) if size > 1]
+        if w.numel() and any(a != b for a, b in steps):
+            raise Wrong(f"strides {g.stride()}, not {w.stride()}")
 
 
 def equal(got: Any, want: Any) -> None:
@@ -292,9 +311,9 @@ class Expected:
     writes: bool
 
 
-def expected_of(fn: Callable[..., Any], given: Any) -> Expected:
+def expected_of(fn: Callable[..., Any], given: Any, copy: Callable[[Any], Any] = fresh) -> Expected:
     """Run plain torch, and see whether it draws random numbers and writes into its arguments."""
-    after = fresh(given)
+    after = copy(given)
     before = [t._version for t in leaves(after)]
     torch.manual_seed(11)
     state = torch.get_rng_state()
@@ -313,6 +332,48 @@ def call(fn: Callable[..., Any], given: Any) -> Any:
     return fn(first, *args, **kwargs)
 
 
+def turned(given: Any) -> Any:
+    """The arguments with each matrix (and stack of them) laid out the other way round in memory."""
+    return tree_map(given, lambda t: t.mT.contiguous().mT if t.ndim >= 2 else t)
+
+
+def place_turned(given: Any, mesh: DeviceMesh) -> Any:
+    """The same on a mesh: transposed views of tensors that were distributed transposed."""
+    whole = [Replicate()] * len(mesh.shape)
+
+    def put(t: torch.Tensor) -> Any:
+        if t.ndim < 2:
+            return dtorch.tensor(t, device_mesh=mesh, placements=whole)
+        return dtorch.tensor(t.mT.contiguous(), device_mesh=mesh, placements=whole).mT
+
+    return tree_map(given, put)
+
+
+def check_turned(op: Any, name: str, limit: int = 3) -> Findings:
+    """Inputs that are transposed views: torch's values, and its strides."""
+    found = Findings()
+    fn, dtype = reach(op.op), next(iter(dtypes_of(op)), None)
+    if dtype is None or op.name in UNINITIALIZED:
+        return found
+    for number, given in smallest(op, dtype, limit):
+        given = fresh(given)
+        if all(t.ndim < 2 for t in leaves(given)):
+            continue
+        expected = expected_of(fn, turned(given), copy=turned)
+        if expected.error is not None or expected.draws or op.name in SHAKY:
+            continue
+        try:
+            result = call(fn, place_turned(given, mesh_of(1)))
+            if leaves(expected.result):
+                same_kind(result, expected.result)
+                same_strides(result, expected.result)
+            close(values(result), expected.result, tolerance(op, dtype))
+            found.ran += 1
+        except Exception as error:
+            found.note(error, f"{name} sample {number} transposed {describe(given)}")
+    return found
+
+
 def place(given: Any, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
     """The arguments on a mesh, tensors in order under ``placements``."""
     known: dict[int, Any] = {}
@@ -328,7 +389,7 @@ def place(given: Any, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
 
 
 def distribute(t: torch.Tensor, mesh: DeviceMesh, where: Sequence[Any]) -> dtorch.Tensor:
-    """``t`` under ``where``; pending sums are pieces of both signs whose sum is exact in any order."""
+    """``t`` under ``where``; pending sums are pieces of both signs, none of them zero, whose sum in order is exact."""
     partial = [axis for axis, p in enumerate(where) if p.is_partial()]
     whole = [Replicate() if p.is_partial() else p for p in where]
     made = dtorch.tensor(t, device_mesh=mesh, placements=whole)
@@ -338,7 +399,7 @@ def distribute(t: torch.Tensor, mesh: DeviceMesh, where: Sequence[Any]) -> dtorc
     num = 1
     for axis in partial:
         num *= shape[axis]
-    factors = [-1, 2] + [0] * (num - 2) if num > 1 else [1]
+    factors = {1: [1], 2: [-1, 2], 3: [2, -2, 1], 4: [2, -2, 2, -1]}[num]
     pieces = []
     for position, piece in enumerate(made.to_shards()):
         coord, rest = [], position
@@ -371,7 +432,7 @@ def check_single(
     near = op.name in UNINITIALIZED
     seen_views = 0
     drawn = list(enumerate(samples(op, dtype)))
-    step = 1 if limit is None else max(1, len(drawn) // limit)
+    step = 1 if limit is None else max(1, -(-len(drawn) // limit))
     for number, sample in drawn[::step]:
         what = f"{name} {str(dtype)[6:]} sample {number}"
         given = arguments(sample)
@@ -387,6 +448,7 @@ def check_single(
                 made, result = run(fn, expected, mesh, placements)
                 if leaves(expected.result) or leaves(result, dtorch.Tensor):
                     same_kind(result, expected.result)
+                    same_strides(result, expected.result)
                 if not near:
                     same = close_enough if op.name in SHAKY else equal
                     same(values(result), expected.result)
@@ -415,13 +477,21 @@ class Shown:
         return self.text
 
 
-def must_raise(fn: Callable[..., Any], expected: Expected, mesh: DeviceMesh, placements: Sequence[Any]) -> None:
+def must_raise(fn: Callable[..., Any], expected: Expected, mesh: DeviceMesh, placements: Sequence[Any]) -> bool:
+    """The call raises an exception of torch's type; the answer is whether it says what torch says too."""
     try:
         _, result = run(fn, expected, mesh, placements)
         values(result)
-    except Exception:
-        return
+    except Exception as error:
+        if not isinstance(error, type(expected.error)):
+            raise Wrong(f"{type(error).__name__}: {error}, not {type(expected.error).__name__}: {expected.error}") from error
+        return words(expected.error) in words(error)
     raise Wrong(f"no error, torch raises {type(expected.error).__name__}: {expected.error}")
+
+
+def words(error: BaseException | None) -> str:
+    """The first line of what an error says, without the numbers of a memory address or the like."""
+    return str(error).strip().split("\n")[0][:80]
 
 
 def check_alias(made: Any, result: Any, expected: Expected) -> bool:
@@ -445,22 +515,27 @@ def check_alias(made: Any, result: Any, expected: Expected) -> bool:
 
 
 def check_sharded(
-    op: Any, name: str, shape: tuple[int, ...], *, max_samples: int = 3, limit: int = 12,
+    op: Any, name: str, shapes: Sequence[tuple[int, ...]], *, max_samples: int = 3, limit: int = 12,
     dtype: torch.dtype | None = None, fn: Callable[..., Any] | None = None,
 ) -> Findings:
-    """The smallest samples under combinations of placements, each as it is or, if refused, under the policy."""
+    """The smallest samples under combinations of placements, each as it is or, if refused, under the policy.
+
+    Args:
+        shapes: of meshes; the samples take turns.
+    """
     found = Findings()
     fn = reach(fn or op.op)
     dtype = dtype or next((d for d in dtypes_of(op)), None)
     if dtype is None:
         return found
-    mesh = mesh_of(*shape)
     near = tolerance(op, dtype)
-    for number, given in smallest(op, dtype, max_samples):
+    for turn, (number, given) in enumerate(smallest(op, dtype, max_samples)):
         given = fresh(given)
         expected = expected_of(fn, given)
         if expected.error is not None:
             continue
+        shape = shapes[turn % len(shapes)]
+        mesh = mesh_of(*shape)
         for placements in combinations(given, len(shape), limit):
             what = f"{name} {str(dtype)[6:]} sample {number} mesh {shape} {placements} {describe(given)}"
             try:
@@ -527,8 +602,57 @@ def _pending(tensors: Sequence[torch.Tensor], group: Sequence[int], num_axes: in
     return [tuple(summed if i in group else whole for i in range(len(tensors)))]
 
 
+def check_out(op: Any, name: str, shape: tuple[int, ...]) -> Findings:
+    """``out=``, of the right shape and empty: it holds the result and is what comes back."""
+    found = Findings()
+    fn, dtype = reach(op.op), next(iter(dtypes_of(op)), None)
+    if dtype is None:
+        return found
+    mesh = mesh_of(*shape)
+    for number, given in smallest(op, dtype, 1):
+        given = fresh(given)
+        expected = expected_of(fn, given)
+        wanted = leaves(expected.result)
+        if expected.error is not None or not wanted or not _writes_out(fn, given, wanted):
+            continue
+        for empty, where in ((False, Replicate()), (True, Replicate()), (False, Shard(0))):
+            targets = [
+                dtorch.tensor(
+                    torch.empty(0, dtype=t.dtype) if empty else torch.zeros_like(t), device_mesh=mesh,
+                    placements=[where if t.ndim else Replicate()],
+                )
+                for t in wanted
+            ]
+            try:
+                first, args, kwargs = place(fresh(given), mesh, [(Replicate(),)] * len(leaves(given)))
+                if expected.draws:
+                    dtorch.manual_seed(11)
+                with warnings.catch_warnings(), dtorch.auto_redistribute(), nullcontext() if leaves(given) else mesh:
+                    warnings.simplefilter("ignore")
+                    made = fn(first, *args, **kwargs, out=targets[0] if len(targets) == 1 else tuple(targets))
+                if any(a is not b for a, b in zip(leaves(made, dtorch.Tensor), targets, strict=True)):
+                    raise Wrong("what comes back is not what was given as out")
+                if op.name not in UNINITIALIZED:
+                    close([t.to_torch() for t in targets], wanted, tolerance(op, dtype))
+                found.ran += 1
+            except Exception as error:
+                found.note(error, f"{name} sample {number} out= {'empty' if empty else where} {describe(given)}")
+    return found
+
+
+def _writes_out(fn: Callable[..., Any], given: Any, wanted: list[torch.Tensor]) -> bool:
+    """Whether torch itself takes ``out=`` in this form."""
+    first, args, kwargs = fresh(given)
+    outs = [torch.zeros_like(t) for t in wanted]
+    try:
+        fn(first, *args, **kwargs, out=outs[0] if len(outs) == 1 else tuple(outs))
+    except Exception:
+        return False
+    return True
+
+
 def check_errors(op: Any, name: str) -> Findings:
-    """Wrong calls of the entry: where torch raises, so does dtorch."""
+    """Wrong calls of the entry: where torch raises, so does dtorch, the same type of exception."""
     found = Findings()
     if op.error_inputs_func is None:
         return found
@@ -543,7 +667,8 @@ def check_errors(op: Any, name: str) -> Findings:
             continue
         placements = [(Replicate(),)] * len(leaves(given))
         try:
-            must_raise(reach(op.op), expected, mesh, placements)
+            found.same_words += must_raise(reach(op.op), expected, mesh, placements)
+            found.errors += 1
             found.ran += 1
         except Exception as error:
             found.note(error, f"{name} error {number} {describe(given)}")

@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("shared", "per-device"),
         help="run with one process for all CPU devices, or with one process each (DTORCH_WORKERS)",
     )
-    parser.addoption("--op-db-meshes", default="3", help="meshes for test_op_db.py, such as 3,2,2x2 (3)")
+    parser.addoption("--op-db-meshes", default="3,2,2x2", help="meshes for test_op_db.py, by default taken in turns")
     parser.addoption("--op-db-full", action="store_true", help="every sample of every dtype in test_op_db.py")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +36,20 @@ def write_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _verify(op, args, {**kwargs, "out": out}, targets)
     result = op.record(args, kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
+    if op.random and (wrong := next((t for t, v in zip(targets, results, strict=True) if v.dtype != t.dtype), None)):
+        raise RuntimeError(f"{op.short_name} expects an out tensor of {results[0].dtype}, got: {wrong.dtype}")
+    return written(out, result)
+
+
+def written(out: Any, result: Any) -> Any:
+    """``out``, a tensor or a sequence of them, after ``result`` was written into it. What has another shape is resized.
+
+    Raises:
+        RuntimeError: the result cannot be written as ``out``'s dtype; torch's words.
+    """
+    targets = out if isinstance(out, (tuple, list)) else (out,)
+    results = result if isinstance(result, (tuple, list)) else (result,)
     for target, value in zip(targets, results, strict=True):
-        if op.random and value.dtype != target.dtype:
-            raise RuntimeError(f"{op.short_name} expects an out tensor of {value.dtype}, got: {target.dtype}")
         if value.dtype != target.dtype and not torch.can_cast(value.dtype, target.dtype):
             raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
         if target.shape == value.shape:
@@ -46,10 +59,25 @@ def write_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             warnings.warn(
                 f"An output with one or more elements was resized since it had shape {list(target.shape)}, which "
                 f"does not match the required output shape {list(value.shape)}. Tensors that shared its memory keep theirs.",
-                stacklevel=4,
+                stacklevel=5,
             )
         swap(target, value.to(target.dtype) if value.dtype != target.dtype else value)
     return out
+
+
+def taking_out(fn: Callable[..., Any], torch_function: Any) -> Callable[..., Any]:
+    """``fn``, made of ops, with ``out=`` where ``torch_function`` has it and ``fn`` has not."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{getattr(torch_function, '__name__', '')}")
+    if "out" in signature(fn).parameters or not any(a.is_out for schema in schemas for a in schema.arguments):
+        return fn
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", None)
+        result = fn(*args, **kwargs)
+        return result if out is None else written(out, result)
+
+    return call
 
 
 def _verify(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> None:

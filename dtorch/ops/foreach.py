@@ -14,7 +14,10 @@ import torch
 from dtorch.tensor import TORCH, Tensor
 
 _PREFIX = "_foreach_"
-_NAMED = tuple("self tensors1 tensor1 tensor2 other mat2 src exponent scalar scalars weights weight value ord".split())
+_NAMED = (
+    "self", "tensors1", "tensor1", "tensor2", "other", "mat2", "src", "exponent", "scalar", "scalars", "weights", "weight",
+    "value", "ord",
+)
 """Names of arguments, in the order in which functions take them."""
 
 

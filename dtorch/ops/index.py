@@ -106,7 +106,6 @@ def parse(x: Tensor, index: Any) -> Index:
             basic.append(Ellipsis)
             at += skipped
             out += skipped
-            used = len(shape)
         elif v is None:
             basic.append(None)
             out += 1
@@ -154,6 +153,8 @@ def parse(x: Tensor, index: Any) -> Index:
 
 
 def _int(value: Any) -> int:
+    if isinstance(value, str):
+        raise TypeError("new(): invalid data type 'str'")
     try:
         return operator.index(value)
     except TypeError:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dtorch.ops._call import Call, R, Rule, Sig, TensorArg, sharded
+from dtorch.ops._out import written
 from dtorch.ops.table import composite, row
 
 
@@ -150,4 +151,4 @@ row("batch_norm", _batch_norm, mutates=_running)
 def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """``input`` over its norm along ``dim``, at least ``eps``."""
     result = input / input.norm(p, dim, keepdim=True).clamp_min(eps)
-    return result if out is None else out.copy_(result)
+    return result if out is None else written(out, result)

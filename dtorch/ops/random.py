@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtorch.ops._call import Call, Sig
+from dtorch.ops._out import written
 from dtorch.ops._rules import P_AVG, P, replicate_only
 from dtorch.ops.table import OPS, PUBLIC, row
 from dtorch.ops.view import front, record
@@ -148,7 +149,7 @@ def bernoulli(input: Tensor, p: Any = None, *, generator: Any = None, out: Any =
     if p is not None:
         return input.clone().bernoulli_(p)
     made = record("torch.bernoulli", input)
-    return made if out is None else out.copy_(made)
+    return made if out is None else written(out, made)
 
 
 @front("normal")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dtorch.ops._call import Call, R, Sig
+from dtorch.ops._out import written
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.index import INDEX, as_tensor, follows
 from dtorch.ops.table import row
@@ -78,7 +79,7 @@ def take_along_dim(input: Tensor, indices: Any, dim: int | None = None, *, out: 
         common = list(torch.broadcast_shapes(tuple(one), tuple(two)))  # type: ignore[no-untyped-call]
         x = input.expand([input.shape[d] if d == dim else n for d, n in enumerate(common)])
         made = x.gather(dim, indices.expand([indices.shape[d] if d == dim else n for d, n in enumerate(common)]))
-    return made if out is None else out.copy_(made)
+    return made if out is None else written(out, made)
 
 
 def _scatter(call: Call) -> list[Sig]:

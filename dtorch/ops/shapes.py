@@ -7,11 +7,13 @@ follows is an op like any other. The inputs are made replicated first, on any pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from dtorch.ops._op import Op, _tensors_of, _with_tensors
+from dtorch.ops._out import written
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.table import OPS, PUBLIC
 from dtorch.ops.view import front
@@ -20,29 +22,29 @@ from dtorch.tensor import Tensor
 
 _DTYPES = sorted({str(t) for t in vars(torch).values() if isinstance(t, torch.dtype)})
 _BY_NAME = {str(t): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
-MAX_FACTS = 80
+MAX_FACTS = 144
 """Room for the shapes of all results of one call, as numbers."""
 
 
 def facts_of(result: Any) -> torch.Tensor:
-    """Number of results, then dtype, number of dims and sizes of each; zeros behind."""
+    """Number of results, then dtype, number of dims, sizes and strides of each; zeros behind."""
     outs = [result] if isinstance(result, torch.Tensor) else list(result)
     numbers = [len(outs)]
     for out in outs:
-        numbers += [_DTYPES.index(str(out.dtype)), out.ndim, *out.shape]
+        numbers += [_DTYPES.index(str(out.dtype)), out.ndim, *out.shape, *out.stride()]
     if len(numbers) > MAX_FACTS:
         raise ValueError(f"{len(outs)} results are too many for an op whose shapes depend on values")
     return torch.tensor(numbers + [0] * (MAX_FACTS - len(numbers)), dtype=torch.int64, device=outs[0].device)
 
 
-def shapes_from(facts: list[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What ``facts_of`` says: (dtype, shape) of every result."""
+def shapes_from(facts: list[int]) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
+    """What ``facts_of`` says: (dtype, shape, strides) of every result."""
     num, rest = facts[0], facts[1:]
     shapes = []
     for _ in range(num):
         dtype, ndim = rest[:2]
-        shapes.append((_DTYPES[dtype], tuple(rest[2 : 2 + ndim])))
-        rest = rest[2 + ndim :]
+        shapes.append((_DTYPES[dtype], tuple(rest[2 : 2 + ndim]), tuple(rest[2 + ndim : 2 + 2 * ndim])))
+        rest = rest[2 + 2 * ndim :]
     return tuple(shapes)
 
 
@@ -64,7 +66,9 @@ class Sized:
             return made if isinstance(made, torch.Tensor) else tuple(made)
 
         def stand_in(shapes: Any, *_: Any, **__: Any) -> Any:
-            outs = tuple(torch.empty(shape, dtype=_BY_NAME[dtype], device="meta") for dtype, shape in shapes)
+            outs = tuple(
+                torch.empty_strided(shape, stride, dtype=_BY_NAME[dtype], device="meta") for dtype, shape, stride in shapes
+            )
             return outs if pack is not None else outs[0]
 
         def facts_stand_in(*_: Any, **__: Any) -> torch.Tensor:
@@ -86,35 +90,65 @@ class Sized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._whole(args, kwargs)
-        facts: Tensor = self.facts.record(args, kwargs)
-        return self._finish(facts.tolist(), args, kwargs)
-
-    async def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call, without blocking the event loop."""
-        args, kwargs = self._whole(args, kwargs)
-        facts: Tensor = self.facts.record(args, kwargs)
-        return self._finish(await facts.tolist_async(), args, kwargs)
+        known = _known.get()
+        facts: list[int] = self.facts.record(args, kwargs).tolist() if known is None else known.facts_of(self, args, kwargs)
+        return self._finish(facts, args, kwargs)
 
     def _finish(self, facts: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = self.sized.record((shapes_from(facts), *args), kwargs)
         return made if self.pack is None else self.pack(list(made))
 
 
+class _Asked(BaseException):
+    """A function came to a shape that is not known yet: ``facts`` will say."""
+
+    def __init__(self, facts: Tensor) -> None:
+        self.facts = facts
+
+
+class _Known:
+    """The shapes that one call of ``wait_shape`` has waited for, in the order in which its function asks."""
+
+    def __init__(self) -> None:
+        self.facts: list[list[int]] = []
+        self.at = 0
+
+    def facts_of(self, op: Sized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        self.at += 1
+        if self.at > len(self.facts):
+            raise _Asked(op.facts.record(args, kwargs))
+        return self.facts[self.at - 1]
+
+
+_known: ContextVar[_Known | None] = ContextVar("dtorch_known_shapes", default=None)
+
+
 async def wait_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)`` for a function whose result's shape depends on values (nonzero, masked_select, unique
-    ...), waiting for the shape without blocking the event loop: ``await dtorch.wait_shape(dtorch.nonzero, x)``.
+    """``fn(*args, **kwargs)``, whose results' shapes depend on values, without blocking the event loop meanwhile.
+
+    ``fn`` is any such function or method of torch or dtorch, or one of your own that calls them: ``await
+    dtorch.wait_shape(torch.unique, x, return_counts=True)``, ``await dtorch.wait_shape(x.nonzero)``, ``await
+    dtorch.wait_shape(lambda: x[mask] * 2)``. Where it needs a shape it is left, and called again once that is known; so it
+    should do nothing but make new tensors.
 
     Raises:
-        TypeError: ``fn`` is no such function.
+        TypeError: no shape in ``fn`` depends on values; then it can simply be called.
     """
-    name = getattr(fn, "__name__", "")
-    if name == "nonzero":
-        return await (NONZERO_TUPLE if kwargs.pop("as_tuple", False) else NONZERO).wait(*args, **kwargs)
-    sized = SIZED.get(name)
-    if sized is None:
-        raise TypeError(f"wait_shape: {fn!r} has a shape that is known at once; call it")
-    result = await sized.wait(*args, **kwargs)
-    return result
+    known = _Known()
+    while True:
+        known.at = 0
+        token = _known.set(known)
+        try:
+            result = fn(*args, **kwargs)
+        except _Asked as asked:
+            waiting = asked.facts
+        else:
+            if not known.facts:
+                raise TypeError(f"wait_shape: {fn!r} has a shape that is known at once; call it")
+            return result
+        finally:
+            _known.reset(token)
+        known.facts.append(await waiting.tolist_async())
 
 
 PUBLIC["wait_shape"] = wait_shape
@@ -127,7 +161,6 @@ ARGWHERE = Sized("argwhere", torch.argwhere)
 REPEATS = Sized("repeat_interleave", torch.repeat_interleave)
 UNIQUE = Sized("unique", lambda *a, **k: _listed(torch.unique(*a, **k)), list)
 UNIQUE_CONSECUTIVE = Sized("unique_consecutive", lambda *a, **k: _listed(torch.unique_consecutive(*a, **k)), list)
-SIZED = {s.name: s for s in (NONZERO, MASKED_SELECT, BINCOUNT, ARGWHERE, REPEATS)}
 
 
 def _listed(result: Any) -> tuple[torch.Tensor, ...]:
@@ -138,7 +171,7 @@ def _listed(result: Any) -> tuple[torch.Tensor, ...]:
 def nonzero(input: Tensor, *, as_tuple: bool = False, out: Any = None) -> Any:
     """``torch.nonzero``. Waits for the number of nonzero elements."""
     made = NONZERO_TUPLE(input) if as_tuple else NONZERO(input)
-    return made if out is None else out.copy_(made)
+    return made if out is None else written(out, made)
 
 
 for _sized in (MASKED_SELECT, BINCOUNT, ARGWHERE):

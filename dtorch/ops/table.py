@@ -14,6 +14,7 @@ import torch
 from dtorch.ops._call import FLAT, Call, Rule, flat_tensors
 from dtorch.ops._choose import Verify
 from dtorch.ops._op import Op
+from dtorch.ops._out import taking_out
 from dtorch.tensor import TORCH
 
 OPS: dict[str, Op] = {}
@@ -98,6 +99,7 @@ def _add(
         TORCH[fn] = op
     if place == "torch":
         PUBLIC.setdefault(name, op)
+        TORCH.setdefault(getattr(torch._C._VariableFunctions, name, fn), op)  # what torch's Python calls when given a list
     elif place == "torch.Tensor":
         METHODS[name] = op
         PUBLIC.setdefault(name, op)
@@ -112,13 +114,13 @@ def composite(
     """Decorator: an op made of other ops. It runs in the client, on dtorch tensors, with torch's signature."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        TORCH[torch_function] = fn
+        TORCH[torch_function] = writing = taking_out(fn, torch_function)
         if method:
             METHODS[method] = fn
         if public:
-            PUBLIC[public] = fn
+            PUBLIC[public] = writing
         if functional:
-            FUNCTIONAL[functional] = fn
+            FUNCTIONAL[functional] = writing
         return fn
 
     return register

@@ -12,6 +12,7 @@ import torch
 
 from dtorch.ops._affine import affine, partial_through, region
 from dtorch.ops._call import Call, R, Sig, sharded
+from dtorch.ops._out import taking_out
 from dtorch.ops._rules import P_AVG, P, regroup, same_cuts
 from dtorch.ops._ways import put
 from dtorch.ops.table import FUNCTIONAL, METHODS, OPS, PUBLIC, row
@@ -165,12 +166,13 @@ def front(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             target = getattr(place, name, None)
             if target is None:
                 continue
-            TORCH[target] = fn
+            TORCH[target] = PUBLIC[name] = made = fn if place is torch.Tensor else taking_out(fn, target)
             if place is torch.Tensor:
                 METHODS[name] = fn
             elif place is torch.nn.functional:
-                FUNCTIONAL[name] = fn
-            PUBLIC[name] = fn
+                FUNCTIONAL[name] = made
+            else:
+                TORCH.setdefault(getattr(torch._C._VariableFunctions, name, target), made)
         return fn
 
     return register

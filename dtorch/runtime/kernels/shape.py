@@ -47,3 +47,13 @@ def triangle(site: Site) -> Callable[..., Any]:
         return fn(x, diagonal + shift)
 
     return run
+
+
+@kernel("unless_empty")
+def unless_empty(site: Site) -> Callable[..., Any]:
+    """The op on local pieces, for functions that refuse empty ones: of those the result is empty too."""
+    layout = site.definition.outputs[0]
+    shape, dtype = site.local_shape(layout), site.dtype(layout)
+    if 0 not in shape or 0 in layout.shape:
+        return site.bound()
+    return lambda *_: torch.empty(shape, dtype=dtype, device=site.device)

@@ -1,0 +1,44 @@
+"""``torch.*_copy``: the view of the same name, copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtorch.ops._affine import affine
+from dtorch.ops.table import composite, row
+from dtorch.tensor import TORCH
+
+row(
+    "diagonal_copy narrow_copy permute_copy slice_copy split_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy "
+    "unbind_copy unfold_copy unsqueeze_copy",
+    affine,
+    in_place=False,
+    places="torch",
+)
+
+_VIEWS = "alias as_strided detach expand select view view_as_complex view_as_real"
+"""Those whose rules need to see the view itself."""
+
+
+def _copy_of(name: str) -> Callable[..., Any] | None:
+    named = {"alias": "clone", "view": "reshape"}.get(name, name)
+    view = TORCH.get(getattr(torch, named, None)) or TORCH.get(getattr(torch.Tensor, named, None))
+    if view is None:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return view(*args, **kwargs).clone(memory_format=torch.contiguous_format)
+
+    call.__name__ = call.__qualname__ = f"{name}_copy"
+    call.__doc__ = f"``torch.{name}_copy``: a copy of what ``{name}`` shows."
+    return call
+
+
+for _name in _VIEWS.split():
+    _function = getattr(torch, f"{_name}_copy", None)
+    _made = _copy_of(_name)
+    if _function is not None and _made is not None:
+        composite(_function, public=f"{_name}_copy")(_made)
