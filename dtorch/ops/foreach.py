@@ -22,11 +22,11 @@ _NAMED = (
 
 
 def _powsum(x: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
-    return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
+    return (x if dtype is None else x.to(dtype)).abs().pow(float(ord)).sum()
 
 
 def _norm(x: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
-    return torch.linalg.vector_norm(x, ord, dtype=dtype)
+    return torch.linalg.vector_norm(x, float(ord), dtype=dtype)
 
 
 def _extreme(of_two: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
