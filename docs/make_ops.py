@@ -22,6 +22,7 @@ import dtorch  # noqa: E402
 from dtorch.ops import _op  # noqa: E402
 from dtorch.ops._call import Call, Sig  # noqa: E402
 from dtorch.placement import from_code  # noqa: E402
+from dtorch.proofs.listing import missing_signatures  # noqa: E402
 from dtorch.runtime.kernels import KERNELS  # noqa: E402
 from tests._op_db import OUT_OF_SCOPE  # noqa: E402
 
@@ -35,6 +36,14 @@ dims can change what a call accepts; `PlacementError` lists it for the call at h
 
 | op | accepted beside all R, inputs -> outputs | communication |
 |---|---|---|
+"""
+
+LEFT_HEAD = """
+## Legal, but not offered
+
+`python -m dtorch ops --search` looks for signatures that would need no communication and that no rule offers, by trying every
+combination of placements with torch's own functions on the pieces. What it finds, and why it is left:
+
 """
 
 
@@ -95,6 +104,18 @@ def main() -> None:
         out.write("\n## Refused\n\nEntries of the database that are left out on purpose.\n\n")
         for name, reason in sorted(OUT_OF_SCOPE.items()):
             out.write(f"* `{name}`: {reason}\n")
+        out.write(LEFT_HEAD)
+        for reason, found in sorted(left().items()):
+            out.write(f"* {reason}: {', '.join(f'`{name}`' for name in found)}\n")
+
+
+def left() -> dict[str, list[str]]:
+    """Functions with legal signatures that no rule offers, by the reason for which they are left."""
+    by_reason: dict[str, set[str]] = {}
+    for found in missing_signatures():
+        by_reason.setdefault(found.reason or "worth a rule, which nobody has written yet", set()).add(found.op)
+    dtorch.shutdown()
+    return {reason: sorted(names) for reason, names in by_reason.items()}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     ops = commands.add_parser("ops", help="list the op table")
     ops.add_argument("--missing", action="store_true", help="list torch's ops that have no row instead")
+    ops.add_argument("--search", action="store_true", help="list legal signatures that no rule offers (test extra; minutes)")
+    ops.add_argument("-k", default="", metavar="NAME", help="with --search: only entries whose names contain NAME")
     doctor = commands.add_parser("doctor", help="versions, devices, data planes and a short self-test")
     doctor.add_argument("--no-test", action="store_true", help="start nothing")
     explain = commands.add_parser(
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "explain":
             return _explain(chosen)
         if chosen.command == "ops":
+            if chosen.search:
+                return _search(chosen.k)
             return _missing() if chosen.missing else _ops()
         return _doctor(test=not chosen.no_test)
     except BrokenPipeError:  # the reader of a pipe has seen enough
@@ -105,6 +109,25 @@ def _explain(chosen: argparse.Namespace) -> int:
         print(f"dtorch explain: {error}", file=sys.stderr)
         return 2
     print(found.text(brief=chosen.brief))
+    return 0
+
+
+def _search(pattern: str) -> int:
+    import dtorch
+    from dtorch.proofs.listing import missing_signatures
+
+    num = unexplained = 0
+    try:
+        for found in missing_signatures(pattern):
+            num += 1
+            unexplained += found.reason is None
+            print(f"{found.op}: {found.signature}  in {found.example}; {found.reason or 'worth a rule'}")
+    except LookupError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        dtorch.shutdown()
+    print(f"{num} legal signatures that no rule offers, {unexplained} of them without a reason", file=sys.stderr)
     return 0
 
 

@@ -39,6 +39,9 @@ UNINITIALIZED = frozenset(
 SHAKY = frozenset({"linalg.lstsq"})
 """Plain torch's own bits vary from call to call (LAPACK's gelsy), so values are compared as close."""
 
+NO_STRIDES = frozenset({"svd_lowrank", "pca_lowrank", "nn.functional.conv1d"})
+"""Torch promises no strides, and has others on the meta device than on the CPU."""
+
 WIDER = {"linalg.multi_dot": (1e-4, 1e-5)}
 """Tolerances (atol, rtol) of sums of products with large terms that cancel, whose order placements change."""
 
@@ -366,7 +369,8 @@ def check_turned(op: Any, name: str, limit: int = 3) -> Findings:
             result = call(fn, place_turned(given, mesh_of(1)))
             if leaves(expected.result):
                 same_kind(result, expected.result)
-                same_strides(result, expected.result)
+                if op.name not in NO_STRIDES:
+                    same_strides(result, expected.result)
             close(values(result), expected.result, tolerance(op, dtype))
             found.ran += 1
         except Exception as error:
@@ -448,7 +452,8 @@ def check_single(
                 made, result = run(fn, expected, mesh, placements)
                 if leaves(expected.result) or leaves(result, dtorch.Tensor):
                     same_kind(result, expected.result)
-                    same_strides(result, expected.result)
+                    if op.name not in NO_STRIDES:
+                        same_strides(result, expected.result)
                 if not near:
                     same = close_enough if op.name in SHAKY else equal
                     same(values(result), expected.result)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dtorch.cli import main
 from dtorch.ops import table
 from dtorch.ops._call import Call, R, Sig
 from dtorch.ops._op import Op
@@ -14,6 +15,7 @@ from dtorch.ops._rules import P_MAX, P, pointwise, reduction
 from dtorch.proofs.bench import Bench, Mismatch
 from dtorch.proofs.cases import Case, case_of
 from dtorch.proofs.claims import line, prove
+from dtorch.proofs.listing import missing_signatures
 from dtorch.proofs.search import search
 from dtorch.runtime.layout import PARTIAL_CODES, shard_code
 
@@ -133,3 +135,22 @@ def test_pending_pieces_add_up_and_none_is_the_value(op: str, num: int) -> None:
     pieces = bench.cut(X, PARTIAL_CODES[op], draw)
     torch.testing.assert_close(bench.join(pieces, PARTIAL_CODES[op], X.shape), X)
     assert not any(torch.equal(piece, X) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["addmm", "softmax", "fft.rfft", "linalg.solve", "cumsum", "nn.functional.layer_norm", "where", "amax", "tril", "igamma"],
+)
+def test_nothing_is_left_without_a_reason(entry: str) -> None:
+    """A few entries; ``python -m dtorch ops --search`` goes through all of them."""
+    found = [f"{f.op}: {f.signature} in {f.example}" for f in missing_signatures(entry) if f.reason is None]
+    assert found == []
+
+
+def test_the_search_is_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ops", "--search", "-k", "trapz"]) == 0
+    said = capsys.readouterr()
+    assert "torch._C._VariableFunctions.trapz: Shard(dim=0) -> Shard(dim=0)" in said.out
+    assert "0 of them without a reason" in said.err
+    assert main(["ops", "--search", "-k", "no such op"]) == 2
+    assert "no entry whose name contains 'no such op'" in capsys.readouterr().err

@@ -74,6 +74,11 @@ def taking_out(fn: Callable[..., Any], torch_function: Any) -> Callable[..., Any
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         out = kwargs.pop("out", None)
+        if isinstance(out, Tensor) and any(out is a for a in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+                "location. Please clone() the tensor before performing the operation."
+            )
         result = fn(*args, **kwargs)
         return result if out is None else written(out, result)
 
