@@ -24,6 +24,7 @@ from dtorch.ops._op import Op
 from dtorch.proofs.bench import MESH
 from dtorch.runtime.layout import is_shard, shard_code, shard_dim
 from dtorch.runtime.template import Filler, TensorRef, dtype_name, freeze
+from dtorch.session import current_session
 from dtorch.transport.messages import Definition, Layout
 
 DTYPES = (torch.float32, torch.int64, torch.bool)
@@ -199,7 +200,7 @@ def cases_of(entry: Any, mesh: dtorch.DeviceMesh, num_samples: int = 8) -> list[
 
     have = entry.supported_dtypes("cpu")
     dtypes = [d for d in DTYPES if d in have] or sorted(have, key=str)[:1]
-    session = dtorch.session.current_session()
+    session = current_session()
     session.forget_signatures()  # calls that were seen before would not be new
     with warnings.catch_warnings(), watching(keep), dtorch.auto_redistribute():
         warnings.simplefilter("ignore")
