@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtorch.ops._call import Call, R, Sig, TensorArg, sharded
+from dtorch.ops._call import Call, R, Rule, Sig, TensorArg, sharded
 from dtorch.ops._rules import P, contraction
 from dtorch.ops.table import row
 from dtorch.runtime.layout import is_shard, shard_block, shard_code, shard_dim
@@ -169,6 +169,24 @@ def _is_inexact(call: Call) -> bool:
     return all(t.dtype.is_floating_point or t.dtype.is_complex for t in call.tensors)
 
 
+def _addition(rule: Rule) -> Rule:
+    """beta * input + alpha * product. Whole numbers scaled by fractions are rounded at the end, so they cannot be pending."""
+
+    def scaled(call: Call) -> list[Sig]:
+        fractions = [v for v in call.kwargs.values() if isinstance(v, float)]
+        if not fractions or _is_inexact(call):
+            return rule(call)
+        return [s for s in rule(call) if P not in (*s.ins, *s.outs)]
+
+    return scaled
+
+
+def _addmv(call: Call) -> list[Sig]:
+    """torch gives the vector that is added itself where the matrix has no rows, which does not fit if it was to be broadcast."""
+    sigs = contraction(fixed("i", "ik", "k", out="i", added=(0,)))(call)
+    return [s for s in sigs if not is_shard(s.outs[0]) or is_shard(s.ins[0])]
+
+
 row("matmul __matmul__", contraction(_matmul))
 row("__rmatmul__", contraction(_swapped), places="torch.Tensor")
 row("mm", contraction(fixed("ik", "kj", out="ij")))
@@ -178,11 +196,11 @@ row("dot vdot", contraction(fixed("k", "k", out="")))
 row("inner", contraction(_inner))
 row("outer ger", contraction(fixed("i", "j", out="ij")))
 row("vecdot", contraction(_vecdot), places="torch.linalg")
-row("addmm", contraction(fixed("ij", "ik", "kj", out="ij", added=(0,))))
-row("addmv", contraction(fixed("i", "ik", "k", out="i", added=(0,))))
-row("addr", contraction(fixed("ij", "i", "j", out="ij", added=(0,))))
-row("addbmm", contraction(fixed("ij", "bik", "bkj", out="ij", added=(0,))))
-row("baddbmm", contraction(fixed("bij", "bik", "bkj", out="bij", added=(0,))))
+row("addmm", _addition(contraction(fixed("ij", "ik", "kj", out="ij", added=(0,)))))
+row("addmv", _addition(_addmv))
+row("addr", _addition(contraction(fixed("ij", "i", "j", out="ij", added=(0,)))))
+row("addbmm", _addition(contraction(fixed("ij", "bik", "bkj", out="ij", added=(0,)))))
+row("baddbmm", _addition(contraction(fixed("bij", "bik", "bkj", out="bij", added=(0,)))))
 row("linear", contraction(_linear), places="torch.nn.functional")
 row("bilinear", _bilinear_rule, places="torch.nn.functional")
 row("tensordot", contraction(_tensordot), places="torch")

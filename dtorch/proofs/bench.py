@@ -145,8 +145,9 @@ def _pending(tensor: torch.Tensor, num: int, op: str, draw: torch.Generator) -> 
         signs = [(noise() >= 0).to(tensor.dtype) * 2 - 1 for _ in range(num)]
         last = torch.stack(signs).prod(0)
         return [torch.where(owner == rank, tensor * last * own, own) for rank, own in enumerate(signs)]
-    away = [noise().abs() if op == "max" else -noise().abs() for _ in range(num)]
-    return [torch.where(owner == rank, tensor, tensor - far) for rank, far in enumerate(away)]
+    farther = [tensor - noise().abs() if op == "max" else tensor + noise().abs() for _ in range(num)]
+    bound = torch.minimum if op == "max" else torch.maximum  # whole numbers wrap round at their ends
+    return [torch.where(owner == rank, tensor, bound(tensor, far)) for rank, far in enumerate(farther)]
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> bool:

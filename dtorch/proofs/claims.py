@@ -47,6 +47,8 @@ class Verdict:
 def prove(case: Case, meshes: Sequence[int] = MESHES) -> Verdict:
     """Run all that the case's rule claims, on several data sets; also with what is sharded cut at multiples of a block."""
     verdict = Verdict(0, [])
+    if case.op.short_name.startswith(("empty", "new_empty")):  # their values are whatever was in memory
+        return verdict
     data = [(what, given, want) for what, given in variants(case) if (want := _expected(case, given)) is not None]
     for num in meshes:
         bench = Bench(num)
