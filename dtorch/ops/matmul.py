@@ -182,7 +182,7 @@ def _addition(rule: Rule) -> Rule:
 
 
 def _addmv(call: Call) -> list[Sig]:
-    """torch gives the vector that is added itself where the matrix has no rows, which does not fit if it was to be broadcast."""
+    """For a matrix without rows torch gives the vector that is added, which does not fit if it was to be broadcast."""
     sigs = contraction(fixed("i", "ik", "k", out="i", added=(0,)))(call)
     return [s for s in sigs if not is_shard(s.outs[0]) or is_shard(s.ins[0])]
 
