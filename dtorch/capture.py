@@ -331,7 +331,7 @@ class _Maker:
             num_outs = 0 if facts.writes else len(facts.outputs)
             slots = call[1 : 1 + num_outs + len(facts.inputs)]
             meshes.update(layout.mesh for layout in (*facts.inputs, *facts.outputs))
-            writes, random = writes or facts.writes, random or facts.random
+            writes, random = writes or facts.writes or facts.mutates, random or facts.random
             for position, slot in enumerate(slots):
                 if position < num_outs:
                     registers[slot] = len(registers) if slot not in registers else registers[slot]

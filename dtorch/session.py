@@ -58,13 +58,20 @@ _new = object.__new__
 
 @dataclass(frozen=True)
 class SignatureFacts:
-    """What a signature stands for."""
+    """What a signature stands for.
+
+    Attributes:
+        writes: writes an input in place and makes nothing else.
+        random: draws from the session's generator.
+        mutates: writes inputs beside making results.
+    """
 
     op: str
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...] = ()
     writes: bool = False
     random: bool = False
+    mutates: bool = False
 
 
 UNKNOWN = SignatureFacts("dtorch", ())
@@ -179,10 +186,11 @@ class Session:
         outputs: tuple[Layout, ...] = (),
         writes: bool = False,
         random: bool = False,
+        mutates: bool = False,
     ) -> None:
         """Remember what a signature stands for: said when a call of it fails, and asked when calls become a program."""
         self.num_misses += 1
-        self._signatures[number] = SignatureFacts(op, inputs, outputs, writes, random)
+        self._signatures[number] = SignatureFacts(op, inputs, outputs, writes, random, mutates)
 
     def signature_facts(self, number: int) -> SignatureFacts:
         return self._signatures[number]

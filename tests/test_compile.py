@@ -350,3 +350,19 @@ def test_fused_programs_give_the_same_and_write_once(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(store[7], out + made)
             torch.testing.assert_close(store[1], made.exp() + (out + made))
     assert seen == [{"mode": "default", "dynamic": False}] * 2
+
+
+def test_running_statistics_that_a_replay_updates_are_fetched_anew() -> None:
+    mean, var = torch.zeros(3), torch.ones(3)
+    own_mean, own_var = on_mesh(mean), on_mesh(var)
+
+    @dtorch.compile
+    def step(x: Any) -> Any:
+        return torch.nn.functional.batch_norm(x, own_mean, own_var, training=True)
+
+    for number in range(3):
+        x = torch.arange(12.0).view(4, 3) * (number + 1)
+        torch.nn.functional.batch_norm(x, mean, var, training=True)
+        step(on_mesh(x))
+        torch.testing.assert_close(own_mean.to_torch(), mean)
+    assert step.num_recordings == 1

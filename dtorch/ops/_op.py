@@ -471,7 +471,7 @@ class Op:
         sig.id = recorder.define(build)
         sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
         session.know_signature(
-            sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random
+            sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random, bool(call.mutates)
         )
         sig.mutates, sig.itself = call.mutates, call.itself
         sig.specs, sig.spec, sig.finish = specs, None, finish
