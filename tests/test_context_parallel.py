@@ -264,10 +264,11 @@ def test_ulysses_takes_a_share_of_the_lanes_and_both_together_of_both() -> None:
 
 
 def test_few_queries_go_to_the_keys() -> None:
-    line = line_at((4,), {"role0": "ring"}, (1,), 1, 64, causal=False)
-    assert line.merged == (0,)
-    assert [[size(keys) for keys in part] for part in line.parts] == [[16] * 4]
-    assert line.rows == [((0, 1),)] * 4
+    for sizes, roles in (((4,), {"role0": "ring"}), ((2, 2), {"role0": "heads", "role1": "ring"})):
+        line = line_at(sizes, roles, (1,) * len(sizes), 1, 64, causal=False)
+        assert line.merged == tuple(range(len(sizes)))
+        assert [[size(keys) for keys in part] for part in line.parts] == [[16] * 4]
+        assert line.rows == [((0, 1),)] * 4
 
 
 def test_spans() -> None:

@@ -87,6 +87,26 @@ def test_a_mesh_may_lack_axes_or_have_them_in_another_order(llama: ModuleType, n
     assert_close(logits.to_torch(), theirs()(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("heads", "tp"), [((8, 4), 8), ((9, 3), 2), ((9, 3), 5), ((3, 1), 4)], ids=str)
+def test_any_number_of_devices_over_any_number_of_heads(llama: ModuleType, heads: tuple[int, int], tp: int) -> None:
+    """G03: with more devices than key/value heads every device has these, and cuts fall between query heads."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=51, hidden_size=heads[0] * 4, intermediate_size=26, num_hidden_layers=1, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], max_position_embeddings=64, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    other = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    mesh = dtorch.init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    with dtorch.nn.skip_init():
+        model = llama.Llama(llama.LlamaConfig.from_hf(config), [mesh])
+    model.load_state_dict(other.state_dict())
+    q, k, out = (getattr(model.model.layers[0].self_attn, f"{name}_proj").weight for name in "qko")
+    for rows in [*(piece.shape[0] for piece in q.to_shards()), *(piece.shape[1] for piece in out.to_shards())]:
+        assert rows % 4 == 0
+    assert (k.placements == (Replicate(),)) == (tp > heads[1])
+    assert_close(model(dtorch.tensor(IDS, device_mesh=mesh)).to_torch(), other(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
 CACHED = [(1, 2, 2, 1, 1), (2, 2, 3, 1, 1), (1, 1, 1, 2, 1), (2, 2, 1, 1, 3), (1, 3, 2, 2, 2), (2, 1, 1, 3, 2), (1, 4, 2, 1, 1)]
 
 

@@ -17,7 +17,7 @@ roles. A device of it computes some lanes, by its place on the axes "heads", for
 as in Striped Attention, Brandon et al., 2023). A part of the keys is a slice of what each device of the line holds, not one
 device's block: it is spread over the sequence, so every part costs every device as much as the last did.
 
-Where the queries are few beside the keys (decoding), the ring turns round: queries go everywhere and answers are merged.
+Where the queries are few beside the keys (decoding), keys stay: queries go everywhere and answers are merged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Line:
         merged: mesh axes along which states over different keys are merged.
         rows: by member, the queries that it computes; held_rows, held_keys: what it holds.
         parts: by part and member, the keys of that part.
-        moves: whether queries leave the device that holds them.
+        moves, keys_move: whether queries, and keys, leave the device that holds them.
     """
 
     def __init__(self, site: Site, q: Layout, k: Layout, causal: bool) -> None:
@@ -52,6 +52,10 @@ class Line:
         heads = tuple(a for a in site.axes if roles[a] == "heads")
         ring = tuple(a for a in site.axes if roles[a] == "ring")
         self.axes = tuple(sorted(heads + ring))
+        num_rows, num_keys = q.shape[-2], k.shape[-2]
+        few = bool(self.axes) and 4 * num_rows * math.prod(q.shape[:-2]) <= num_keys * math.prod(k.shape[:-2])
+        if few:
+            heads, ring = (), self.axes
         self.places, self.me = places_along(site, self.axes), rank_along(site, self.axes)
         sizes = [site.mesh.shape[axis] for axis in self.axes]
         coords = [_digits(i, sizes) for i in range(len(self.places))]
@@ -62,12 +66,10 @@ class Line:
         num_parts = math.prod(site.mesh.shape[a] for a in ring)
         self.held_rows = [spans_of([part[-2]]) for part in boxes_along(site, q, self.axes)]
         self.held_keys = [spans_of([part[-2]]) for part in boxes_along(site, k, self.axes)]
-        num_rows, num_keys = q.shape[-2], k.shape[-2]
         everyone = range(len(self.places))
-        self.few = num_parts > 1 and 4 * num_rows * math.prod(q.shape[:-2]) <= num_keys * math.prod(k.shape[:-2])
         all_rows = _union(self.held_rows)
         alike = [[j for j in everyone if turn[j] == turn[i]] for i in everyone]
-        if self.few:
+        if few:
             self.rows = [all_rows for _ in everyone]
             self.parts = [[_union(self.held_keys[j] for j in alike[i]) for i in everyone]]
         else:
@@ -77,9 +79,10 @@ class Line:
                 self.rows = [_union(self.held_rows[j] for j in alike[i]) for i in everyone]
             slices = [_union(_slice(held, t, num_parts) for held in self.held_keys) for t in range(num_parts)]
             self.parts = [[_visible(keys, self.rows[i], causal) for i in everyone] for keys in slices]
-        self.answers = alike if self.few else [list(everyone) for _ in everyone]
-        self.merged = tuple(a for a in site.axes if roles[a] == "keys") + (ring if self.few else ())
-        self.moves = self.num_heads > 1 or self.few or (causal and num_parts > 1)
+        self.answers = alike if few else [list(everyone) for _ in everyone]
+        self.merged = tuple(a for a in site.axes if roles[a] == "keys") + (ring if few else ())
+        self.moves = self.num_heads > 1 or few or (causal and num_parts > 1)
+        self.keys_move = bool(self.axes) and not few
 
     def lanes(self, num: int, member: int) -> Interval:
         """Which of ``num`` lanes a member computes."""
@@ -216,7 +219,7 @@ def attention(site: Site) -> Callable[..., Steps]:
         state = None if direct else Online(xq, scale, width, at_rows, causal)
         made: torch.Tensor | None = None
         for t, positions in enumerate(at_keys):
-            if line.axes:
+            if line.keys_move:
                 k_part, v_part = yield from trade((take_k[t], xk), (take_v[t], xv))
             else:
                 k_part, v_part = take_k[t].alone(xk), take_v[t].alone(xv)
