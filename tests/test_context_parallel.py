@@ -131,6 +131,20 @@ def test_queries_cut_by_head_beside_whole_grouped_keys() -> None:
         check(Case((num,), ("tp",), heads, causal=causal, q=(Shard(1),), kv=whole))
 
 
+def test_heads_cut_elsewhere_than_groups_are_refused_or_moved() -> None:
+    """9 heads over 2 devices are 5 and 4, their 3 groups are 2 and 1: the second device lacks a group."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2)
+    q, k = torch.randn(1, 9, 5, 8), torch.randn(1, 3, 5, 8)
+    placed = [distribute(t, mesh, [Shard(1)]) for t in (q, k, k)]
+    with pytest.raises(PlacementError, match=r"redistribute\("):
+        F.scaled_dot_product_attention(*placed, enable_gqa=True)
+    with dtorch.auto_redistribute():
+        got = F.scaled_dot_product_attention(*placed, enable_gqa=True)
+    assert got.placements[0].is_shard()
+    assert_close(got.to_torch(), plain.scaled_dot_product_attention(q, k, k, enable_gqa=True), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_and_scale(dtype: torch.dtype) -> None:
     for causal in (False, True):

@@ -13,7 +13,7 @@ from dtorch.ops.norm import index_of
 from dtorch.ops.table import OPS, composite, row
 from dtorch.policy import auto_redistribute
 from dtorch.runtime.kernels._spans import meet, spans_of
-from dtorch.runtime.layout import Interval, box, coords, is_shard, shard_block, shard_code, shard_dim
+from dtorch.runtime.layout import Interval, box, coords, is_shard, shard_block, shard_code, shard_dim, split
 from dtorch.tensor import Tensor
 
 HEADS_AXES = frozenset({"ulysess_cp", "ulysses_cp"})
@@ -61,7 +61,22 @@ def _leading(call: Call, dim: int) -> list[Sig]:
             sigs.append(sharded(call, cut, shard_code(dim, block * group)))
         shared = [R if i in (1, 2) and b > 1 else c for i, (c, b) in enumerate(zip(codes, blocks, strict=True))]
         sigs.append(sharded(call, shared, dim, kernel="attention", params=_params(call)))
+        if not _aligned(call, dim):
+            return sigs
     return [*sigs, sharded(call, codes, dim)]
+
+
+def _aligned(call: Call, dim: int) -> bool:
+    """Whether query, key and value, as far as this mesh axis cuts their heads, are cut between the same groups."""
+    num, ndim = call.mesh_shape[call.axis], call.outputs[0].ndim
+    cuts = set()
+    for tensor in call.tensors[:3]:
+        code, own = tensor.codes[call.axis], dim - (ndim - tensor.ndim)
+        if is_shard(code) and shard_dim(code) == own:
+            group = call.outputs[0].shape[dim] // max(tensor.shape[own], 1)
+            parts = split(0, tensor.shape[own], num, shard_block(code))
+            cuts.add(tuple((start * group, stop * group) for start, stop in parts if start < stop))
+    return len(cuts) <= 1
 
 
 def _sequence(call: Call) -> list[Sig]:
