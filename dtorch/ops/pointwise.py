@@ -63,8 +63,9 @@ def _cast(call: Call) -> list[Sig]:
     return pointwise("first")(call)
 
 
-row("to type float double half bfloat16 int long short char byte bool cfloat cdouble chalf", _cast, in_place=False,
+row("to type float double half bfloat16 int long short char byte bool cfloat cdouble", _cast, in_place=False,
     places="torch.Tensor")
+row("chalf", pointwise(), in_place=False, places="torch.Tensor")  # torch does not add or divide these
 row("zeros_like ones_like empty_like", pointwise(), in_place=False, places="torch")
 row("full_like", pointwise(), numbers=frozenset({1, "fill_value"}), in_place=False, places="torch")
 row("zero", pointwise("first"))

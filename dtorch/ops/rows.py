@@ -40,8 +40,10 @@ def _cross(call: Call) -> list[Sig]:
     shape = call.outputs[0].shape
     default = -1 if "linalg" in call.name else next((d for d, n in enumerate(shape) if n == 3), -1)
     dim = call.arg(2, "dim", default)
+    given = dim is not None and (call.arg(2, "dim") is not None or "linalg" in call.name)
     dim = (default if dim is None else dim) % len(shape)
-    return [s for s in pointwise("each")(call) if s.outs[0] != dim]
+    # where torch looks for the dim, a piece of three elements along an earlier one would be taken for it
+    return [s for s in pointwise("each")(call) if s.outs[0] != dim and (given or not 0 <= s.outs[0] < dim)]
 
 
 def _embedding_bag(call: Call) -> list[Sig]:

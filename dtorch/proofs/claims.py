@@ -29,7 +29,9 @@ LAPACK = frozenset(
 )
 """Functions whose NaN is not tried: LAPACK ends the process on some."""
 
-KERNELS_DIFFER = frozenset({"scaled_dot_product_attention"})
+KERNELS_DIFFER = frozenset(
+    {"scaled_dot_product_attention", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "laguerre_polynomial_l"}
+)
 """Functions for which torch has several kernels, chosen by shape, that treat NaN differently."""
 
 CHOICES = frozenset({"topk"})
@@ -98,7 +100,7 @@ def _run(
     for number, (held, (code,), right) in enumerate(zip(results, found.outs, want, strict=True)):
         try:
             got = bench.join(held, code, tuple(right.shape))
-        except Mismatch as error:
+        except (Mismatch, NotImplementedError) as error:  # the latter: what is pending cannot be reduced in its dtype
             return f"output {number}: {error}"
         if number == 1 and case.op.short_name in CHOICES:  # any of equals may be chosen: does it point at the value?
             dim = case.call.arg(2, "dim", -1)
