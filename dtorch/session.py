@@ -253,6 +253,7 @@ class Session:
             if isinstance(blob, StreamBlob):
                 self.recorder.flush()  # it may take a while: begin now
                 self.thread.wait_for_room()
+        self.recorder.bound_uploads()
         if self.recorder.is_sync:
             self.recorder.after_put()
         made = _new(Tensor)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dtorch.runtime.room import MAX_BATCHES
 from dtorch.runtime.slots import SlotPool
 from dtorch.runtime.tracing import Spans
 from dtorch.transport.errors import DTorchError, SessionClosedError
@@ -30,8 +31,10 @@ FIRST_BATCH = 64
 LARGEST_BATCH = 1024
 TIMER_S = 0.001
 """How long a plain script may pause before what it recorded is sent."""
-MAX_IN_FLIGHT = 64
+MAX_IN_FLIGHT = MAX_BATCHES
 """Batches that may be unfinished before the client's thread waits (back-pressure)."""
+UPLOADS_BYTES = 32 * 1024 * 1024
+"""A batch that uploads this much leaves without waiting for more."""
 
 
 class Signature:
@@ -77,9 +80,18 @@ class Outgoing(msgspec.Struct):
     refused = ""  # a head may refuse a batch, a client's own controller does not
 
     @property
+    def size_bytes(self) -> int:
+        """Of the calls and of what they upload, wherever it travels."""
+        return len(self.body) + sum(map(blob_bytes, self.uploads))
+
+    @property
     def signatures(self) -> set[int]:
         """Signatures that are called."""
         return {call[0] for call in self.calls}
+
+
+def blob_bytes(blob: Blob | SharedBlob | StreamBlob) -> int:
+    return len(blob.data) if isinstance(blob, Blob) else blob.size_bytes
 
 
 class CaptureError(DTorchError, RuntimeError):
@@ -146,6 +158,7 @@ class Recorder:
         self._definitions: list[Definition] = []
         self._programs: list[Program] = []
         self._uploads: list[Blob | SharedBlob | StreamBlob] = []
+        self._upload_bytes = 0
         self._hoisted: list[Any] = []  # uploads made during a capture; they run before what follows it
         self._fetches: list[Fetch] = []
         self._sources: dict[int, list[Any]] = {}
@@ -277,11 +290,20 @@ class Recorder:
         with self._lock:
             call = (signature, slot, len(self._uploads))
             self._uploads.append(blob)
+            self._upload_bytes += blob_bytes(blob)
             if self._capture is None:
                 self.put((call, *source))
             else:
                 self._hoisted.extend((call, *source))
         return slot
+
+    def bound_uploads(self) -> None:
+        """Called after an upload: sends a batch that uploads much, and waits while too much is on its way."""
+        if self._capture is None:
+            if self._upload_bytes >= UPLOADS_BYTES:
+                with self._lock:
+                    self._flush()
+            self._outlet.wait_for_room()
 
     def slot(self) -> int:
         """A slot for a call about to be put."""
@@ -360,6 +382,7 @@ class Recorder:
             self._definitions.clear()
             self._programs.clear()
             self._uploads.clear()
+            self._upload_bytes = 0
             self._fetches.clear()
             self._sources[self._seq] = chunk
             self.num_ops += len(calls)

@@ -31,7 +31,8 @@ from dtorch.runtime.controller import (
     Suspect,
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
-from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
+from dtorch.runtime.recorder import Outgoing
+from dtorch.runtime.room import Room
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
@@ -98,13 +99,12 @@ class ControllerThread:
         self._launcher = LocalLauncher(self.folder, entry)
         self._server: Server | None = None
         self._start_timeout_s = start_timeout_s
-        self._num_submitted = 0  # changed by submit only, one thread at a time
-        self._num_finished = 0  # changed by this thread only
+        self.room = Room()  # entered by submit only, one thread at a time; left by this thread only
         # The controller is entered by one thread at a time, and frames leave in the order of its decisions. Nothing
         # that calls the listener may hold it: the listener's locks are taken before it in the client's threads.
         self._turn = threading.Lock()
         self._num_waiting = 0  # events and instructions on their way to the loop's thread; guarded by _turn
-        self._room = threading.Condition()
+        self._roomy = threading.Condition()
         self._timer: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Event | None = None
         self._ready = threading.Event()
@@ -125,7 +125,7 @@ class ControllerThread:
     # ---- the client's threads
 
     def submit(self, batch: Outgoing) -> None:
-        self._num_submitted += 1
+        self.room.enter(batch.seq, batch.size_bytes)
         spans = self.spans
         began = 0 if spans is None else perf_counter_ns()
         self.post(Submitted(batch))
@@ -185,11 +185,11 @@ class ControllerThread:
             logger.debug("no flush: the controller has ended")
 
     def wait_for_room(self) -> None:
-        if self._num_submitted - self._num_finished <= MAX_IN_FLIGHT or threading.current_thread() is self._thread:
+        if not self.room.is_full or threading.current_thread() is self._thread:
             return
-        with self._room:
-            while self._num_submitted - self._num_finished > MAX_IN_FLIGHT // 2 and not self._over:
-                self._room.wait()
+        with self._roomy:
+            while not self.room.is_roomy and not self._over:
+                self._roomy.wait()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -268,9 +268,9 @@ class ControllerThread:
             self._stopping.set()
 
     def _end_waiting(self) -> None:
-        with self._room:
+        with self._roomy:
             self._over = True
-            self._room.notify_all()
+            self._roomy.notify_all()
 
     def _handle(self, event: Event) -> None:
         """Perform what the controller decides. An error in here is ours: it ends the session, so nobody waits on."""
@@ -310,10 +310,10 @@ class ControllerThread:
                     raise AssertionError("sends are performed within the turn")
                 case Finished(seq):
                     self._listener.finished(seq)
-                    self._num_finished += 1
-                    if self._num_submitted - self._num_finished <= MAX_IN_FLIGHT // 2 + 1:
-                        with self._room:
-                            self._room.notify_all()
+                    self.room.leave(seq)
+                    if self.room.is_roomy:
+                        with self._roomy:
+                            self._roomy.notify_all()
                 case Settled():
                     self._listener.settled(instruction)
                 case Counted():
