@@ -185,15 +185,27 @@ def test_batches_grow_from_small_to_large_and_wait_for_room(client: Client) -> N
     assert client.outlet.num_waits == len(sizes)
 
 
-def test_a_tick_in_the_middle_of_recording_waits_for_a_pause(client: Client) -> None:
+def test_a_tick_sends_at_once_where_workers_have_nothing_to_do(client: Client) -> None:
     client.call()
     client.recorder.tick()
-    assert client.outlet.batches == []
+    assert len(client.outlet.calls) == 1
+    client.recorder.finished(1)
     client.call()
     client.recorder.tick()
-    assert client.outlet.batches == []
-    client.recorder.tick()  # nothing came in between
     assert len(client.outlet.calls) == 2
+
+
+def test_a_tick_in_the_middle_of_recording_waits_for_a_pause_while_workers_are_busy(client: Client) -> None:
+    client.call()
+    client.recorder.flush()
+    client.call()
+    client.recorder.tick()
+    assert len(client.outlet.batches) == 1
+    client.call()
+    client.recorder.tick()
+    assert len(client.outlet.batches) == 1
+    client.recorder.tick()  # nothing came in between
+    assert len(client.outlet.calls) == 3
 
 
 async def test_a_running_loop_flushes_at_its_next_tick(client: Client) -> None:

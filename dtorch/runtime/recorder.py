@@ -29,7 +29,7 @@ from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program
 FIRST_BATCH = 64
 """Calls in the first batch after a pause: small, so that devices start early."""
 LARGEST_BATCH = 1024
-TIMER_S = 0.001
+TIMER_S = 0.0005
 """How long a plain script may pause before what it recorded is sent."""
 MAX_IN_FLIGHT = MAX_BATCHES
 """Batches that may be unfinished before the client's thread waits (back-pressure)."""
@@ -242,14 +242,15 @@ class Recorder:
             self._outlet.request_flush(TIMER_S)
 
     def tick(self) -> None:
-        """Timer: send what is there, unless the client is in the middle of recording (then look again shortly).
+        """Timer: send what is there, unless workers are busy and the client is in the middle of recording (then look again).
 
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
-        plan would be found again; a batch that ends where the client paused or where it is full does not.
+        plan would be found again; a batch that ends where the client paused or where it is full does not. Workers that have
+        nothing to do are given what there is all the same: a client so slow needs no plans.
         """
         self._timed = False
         length = len(self._buffer) + self._seq
-        if length != self._last_length:
+        if length != self._last_length and self._sources:
             self._last_length = length
             if self._buffer or any(self._dead.values()):
                 self.wake()
