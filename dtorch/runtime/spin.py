@@ -46,13 +46,13 @@ class Spinner:
             self._turning = False
 
 
-SWITCH_S = 0.0005
-"""How long a thread of the client that computes in Python may hold the interpreter before the controller's thread gets it."""
+SWITCH_S = 0.0002
+"""How long a thread that computes in Python may keep the interpreter from the others while it is held (5 ms otherwise)."""
 
 
 class QuickSwitches:
-    """While anybody holds it, the interpreter hands itself over between threads within ``SWITCH_S`` (5 ms by default): what is
-    recorded then leaves though the client's thread goes on computing. What was set before comes back at the end."""
+    """While anybody holds it, the interpreter hands itself over between threads within ``SWITCH_S``. What was set before comes
+    back at the end. To be held for a moment only: threads that compute and threads that wake often slow each other down."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
