@@ -14,6 +14,7 @@ import torch
 from dtorch.face import TorchTensor, faced
 from dtorch.interop import factories_off, factories_on
 from dtorch.mesh import DeviceMesh
+from dtorch.ops._call import refuse_without_values
 from dtorch.placement import Placement, Replicate, Shard
 from dtorch.plans import BATCH_AXES, SEQUENCE_AXES
 from dtorch.session import current_session
@@ -82,7 +83,15 @@ class Back:
         return out
 
 
-class Enter:
+class _Unscripted:
+    """A hook at which torch.jit.script ends."""
+
+    @property
+    def __name__(self) -> str:  # asked for by torch.jit.script alone
+        raise AttributeError(_refusal("torch.jit.script"))
+
+
+class Enter(_Unscripted):
     """A forward pre-hook: plain and native tensors among the arguments get the torch face. What has one row for each
     sequence of the batch is split over the axes "dp" and "ep", if nothing has split it yet."""
 
@@ -93,6 +102,10 @@ class Enter:
         self.split: tuple[Placement, ...] = tuple(Shard(0) if name in BATCH_AXES else Replicate() for name in names)
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(_refusal("torch.compile"))
+        if torch._C._get_tracing_state() is not None:
+            raise NotImplementedError(_refusal("torch.jit.trace"))
         factories_on(self.mesh, self)  # before all that may fail: the other hook is called in any case
         return self.place(module, args, kwargs)
 
@@ -100,7 +113,8 @@ class Enter:
         """The arguments on the mesh."""
         for name, given in (*enumerate(args), *kwargs.items()):
             for value in tensors(given):
-                _check(module, name, value)
+                if type(value) is not TorchTensor:
+                    refuse_without_values(f"{type(module).__name__} on a mesh: argument {name!r}", value)
         first = next((t for t in tensors((args, kwargs)) if t.ndim), None)
         num_rows = first.shape[0] if first is not None else 0
 
@@ -119,19 +133,14 @@ class Enter:
         return faced(current_session().upload(value.detach(), self.mesh, wanted))
 
 
-def _check(module: torch.nn.Module, name: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor) and not isinstance(value, TorchTensor):
-        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else None
-        if value.layout == torch.strided and not value.is_meta and kind is None:
-            return
-        what = "on the meta device" if value.is_meta else f"that is {kind}" if kind else f"of layout {value.layout}"
-        raise TypeError(
-            f"{type(module).__name__} on a mesh: argument {name!r} is a tensor {what}; only dense tensors with values can be "
-            "put there"
-        )
+def _refusal(what: str) -> str:
+    return (
+        f"{what} of a distributed module: its tensors live on a mesh and have no memory here, so there is nothing to compile; "
+        "use dtorch.compile, which records a function once"
+    )
 
 
-class Leave:
+class Leave(_Unscripted):
     """A forward hook: results are whole on every axis but "dp" and "ep", and no summands are left."""
 
     def __init__(self, enter: Enter) -> None:

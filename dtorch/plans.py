@@ -126,7 +126,7 @@ def read(module: torch.nn.Module, mesh: DeviceMesh, given: Mapping[Any, Any]) ->
         pattern, matched = matches(key, names)
         style, stage = parse(text)
         if stage is not None:
-            num = mesh.shape[_axis(mesh, STAGE_AXIS, pattern)]  # type: ignore[index]  # a name is looked up
+            num = mesh.size(_axis(mesh, STAGE_AXIS, pattern))
             if stage >= num:
                 raise ValueError(
                     f"distribute: the plan puts {pattern!r} on stage {stage}, but the mesh axis {STAGE_AXIS!r} has {num} "

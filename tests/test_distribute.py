@@ -161,31 +161,41 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("axes", [TP1, TP3, DP2], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name: str, axes: dict[str, int]) -> None:
-    def make() -> Any:
-        kind, config, options = OTHERS[name]
-        torch.manual_seed(0)
-        return getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
-
-    want = CALLS[name](make())
-    for ours, theirs in zip(CALLS[name](dtorch.distribute(make(), mesh(**axes))), want, strict=True):
+    want = CALLS[name](any_model(name))
+    for ours, theirs in zip(CALLS[name](dtorch.distribute(any_model(name), mesh(**axes))), want, strict=True):
         check(ours, theirs, axes)
 
 
-@pytest.mark.parametrize("axes", [TP1, TP3, DP2], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"cache_implementation": "static"},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"eos_token_id": 40},
-    ],
-    ids=str,
-)
-def test_generate(axes: dict[str, int], options: dict[str, Any]) -> None:
-    plain, ours = causal("llama"), dtorch.distribute(causal("llama"), mesh(**axes))
-    options = {"attention_mask": MASK, "max_new_tokens": 5, "do_sample": False, **options}
-    assert torch.equal(ours.generate(IDS, **options).to_torch(), plain.generate(IDS, **options))
+GENERATE: list[dict[str, Any]] = [
+    {"num_beams": 3},
+    {"cache_implementation": "static"},
+    {"do_sample": True, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"eos_token_id": 40},
+]
+
+
+def generated(model: Any, options: dict[str, Any]) -> torch.Tensor:
+    for seed in (torch.manual_seed, dtorch.manual_seed):
+        seed(3)
+    made = model.generate(IDS, attention_mask=MASK, max_new_tokens=4, **{"do_sample": False, **options})
+    return made.to_torch() if isinstance(made, TorchTensor) else made
+
+
+@pytest.mark.parametrize("axes", [TP2, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("name", [*CAUSAL, "t5"])
+def test_generate(name: str, axes: dict[str, int]) -> None:
+    plain, ours = any_model(name), dtorch.distribute(any_model(name), mesh(**axes))
+    for options in GENERATE if name == "llama" else GENERATE[:3]:
+        assert torch.equal(generated(ours, options), generated(plain, options)), options
+
+
+def any_model(name: str) -> Any:
+    if name in CAUSAL:
+        return causal(name)
+    kind, config, options = OTHERS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
 
 
 def test_generate_samples_torchs_tokens() -> None:
@@ -384,8 +394,8 @@ def test_bad_shapes_are_torchs_errors() -> None:
 
 def test_tensors_without_dense_values_are_named() -> None:
     ours = dtorch.distribute(pair(), mesh(tp=2))
-    with pytest.raises(TypeError, match=r"argument 0 is a tensor of layout torch\.sparse_coo"):
+    with pytest.raises(TypeError, match=r"argument 0 is a plain tensor of layout torch\.sparse_coo"):
         ours(X.to_sparse())
-    with pytest.raises(TypeError, match="argument 'input' is a tensor on the meta device"):
+    with pytest.raises(TypeError, match="argument 'input' is a plain tensor on the meta device"):
         ours(input=X.to("meta"))
     assert type(torch.zeros(2)) is torch.Tensor

@@ -105,6 +105,27 @@ class Call:
 Rule = Callable[[Call], "list[Sig]"]
 
 
+def refuse_without_values(what: str, given: Any) -> None:
+    """Raise TypeError for a plain tensor, in nested sequences as well, that cannot be put on a mesh; ``what`` names it."""
+    if isinstance(given, (list, tuple)):
+        for value in given:
+            refuse_without_values(what, value)
+        return
+    if not isinstance(given, torch.Tensor):
+        return
+    if given.is_nested or given.is_quantized:
+        kind = "that is nested" if given.is_nested else "that is quantized"
+    elif given.is_meta:
+        kind = "on the meta device"
+    elif given.layout != torch.strided:
+        kind = f"of layout {given.layout}"
+    else:
+        return
+    raise TypeError(
+        f"{what} is a plain tensor {kind}; only dense tensors with values can be mixed in (they are taken as replicated)"
+    )
+
+
 FLAT = "flat:"
 """Before an op's name: the same function, whose nested result comes as one flat tuple of tensors."""
 

@@ -73,6 +73,8 @@ def outcome(
     Returns:
         The result, and the tensors that stood for ``metas`` (an op in place has changed them).
     """
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError("torch.jit.trace of tensors on a mesh: they have no memory here; use dtorch.compile")
     size = sum(m.numel() for m in metas)
     if size <= SMALL_ELEMENTS and not random:
         real = stand_ins(args, kwargs, metas)

@@ -18,7 +18,7 @@ import torch
 from dtorch import policy
 from dtorch.frames import source
 from dtorch.future import TensorFuture
-from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder
+from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder, refuse_without_values
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._meta import outcome
 from dtorch.placement import from_code
@@ -221,6 +221,8 @@ class Op:
         if answered is not None:
             return answered[0]
         mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
+        for name, given in (*enumerate(args), *kwargs.items()):
+            refuse_without_values(f"{self.name}: argument {name!r}", given)
         changed = False
 
         def convert(value: Any) -> Any:
