@@ -1,4 +1,5 @@
-"""The command line: ``python -m dtorch ops`` lists the op table, ``doctor`` says what works here, ``explain`` what plans do."""
+"""The command line: ``python -m dtorch ops`` lists the op table, ``doctor`` says what works here, ``explain`` what plans do,
+``top`` what runs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 
 from dtorch.cluster.commands import add_commands, run_command
+from dtorch.top import main as top_main
 
 LIBRARIES = ("torch", "numpy", "aiohttp", "msgspec", "uvloop")
 
@@ -25,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ops.add_argument("-k", default="", metavar="NAME", help="with --search: only entries whose names contain NAME")
     doctor = commands.add_parser("doctor", help="versions, devices, data planes and a short self-test")
     doctor.add_argument("--no-test", action="store_true", help="start nothing")
+    top = commands.add_parser("top", help="live counters of the sessions that run on this machine")
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (%(default)s)")
+    top.add_argument("--looks", type=int, default=0, metavar="N", help="end after N looks; 0: when interrupted")
     explain = commands.add_parser(
         "explain", help="what a plan does, before anything runs: placements, communication by layer, memory by device"
     )
@@ -46,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         if chosen.command == "explain":
             return _explain(chosen)
+        if chosen.command == "top":
+            return top_main(chosen.interval, chosen.looks)
         if chosen.command == "ops":
             if chosen.search:
                 return _search(chosen.k)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import secrets
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 from typing_extensions import assert_never
 
 from dtorch.runtime.controller import (
+    Asked,
     Closing,
     Controller,
     Counted,
@@ -31,6 +34,7 @@ from dtorch.runtime.controller import (
     Suspect,
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
+from dtorch.runtime.live import Live
 from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.room import Room
 from dtorch.runtime.spin import Spinner
@@ -38,11 +42,15 @@ from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
 from dtorch.transport.errors import ConnectionLostError, DTorchError, ProtocolError
 from dtorch.transport.link import Link, Server
-from dtorch.transport.messages import Hello
+from dtorch.transport.messages import Done, Hello, Statistics
 from dtorch.transport.store import StoreService
 
 logger = logging.getLogger(__name__)
 
+LOOK_NAME = "top"
+"""A socket in the session's private folder that tells its counters, as one line of JSON, to whoever connects."""
+LOOK_TICKET = -1
+"""Names the question to the workers that a look asks; those of the client are positive."""
 SUSPECT_S = 2.0
 """How long after a worker lost touch with another one that other's end may be reported."""
 
@@ -113,6 +121,8 @@ class ControllerThread:
         self._lost = False
         self._over = False  # nothing will finish any more
         self.spans: Spans | None = None  # while a profile runs
+        self.live = Live()
+        self._is_asking = False  # workers have not yet answered the last question for a look
         self.loop: asyncio.AbstractEventLoop = new_loop()
         self._spinner = Spinner(self.loop)
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
@@ -155,6 +165,7 @@ class ControllerThread:
                     link = self._links.get(later[0].worker)
                     if link is not None and not link.send_from_thread(later[0].frame):
                         break
+                    self.live.of(later[0].worker).sent_bytes += len(later[0].frame)
                     later.pop(0)
                 if not later:
                     return
@@ -250,8 +261,10 @@ class ControllerThread:
                     host=host, port=int(port or 0), token=self._token, on_link=self._on_link, routes=routes,
                     session=self._controller.session,
                 )
+            looks = await asyncio.start_unix_server(self._look, str(self.folder / LOOK_NAME))
             self._ready.set()
             await self._stopping.wait()
+            looks.close()
             self._handle(Closing())
             if not self._lost and self._controller.workers:
                 try:
@@ -262,6 +275,25 @@ class ControllerThread:
             self._launcher.close(0.5)
             if self._server is not None:
                 await self._server.stop()
+
+    async def _look(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody of this user looks at the session (``python -m dtorch top``): tell the counters, and ask the workers for
+        theirs, for the next time: they may be busy."""
+        try:
+            room = self.room
+            found = self.live.snapshot(
+                self.pids, session=self._controller.session, pid=os.getpid(), batches_in_flight=room.num_batches,
+                bytes_in_flight=room.num_bytes,
+            )
+            if not self._is_asking:
+                self._is_asking = True
+                self._handle(Asked(LOOK_TICKET, False, False))
+            writer.write(json.dumps(found).encode() + b"\n")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        except ConnectionError as error:
+            logger.debug("whoever looked is gone: %s", error)
 
     def _begin_stop(self) -> None:
         if self._stopping is not None:
@@ -299,6 +331,7 @@ class ControllerThread:
             if link is not None:
                 try:
                     link.send_nowait(instruction.frame)
+                    self.live.of(instruction.worker).sent_bytes += len(instruction.frame)
                 except ConnectionLostError as error:
                     logger.debug("worker %d: %s", instruction.worker, error)
         return rest
@@ -316,8 +349,14 @@ class ControllerThread:
                             self._roomy.notify_all()
                 case Settled():
                     self._listener.settled(instruction)
-                case Counted():
-                    self._listener.counted(instruction)
+                case Counted(ticket, answers):
+                    if ticket == LOOK_TICKET:
+                        self._is_asking = False
+                        for answer in answers:
+                            if isinstance(answer, Statistics):
+                                self.live.of(answer.worker).counters = answer.counters
+                    else:
+                        self._listener.counted(instruction)
                 case Failed():
                     self._listener.failed(instruction)
                 case Start():
@@ -367,6 +406,9 @@ class ControllerThread:
                 with self._turn:
                     rest = self._send(self._controller.handle(Received(worker, message)))
                 self._perform(rest)
+                self.live.of(worker).received_bytes += len(frame)
+                if type(message) is Done:
+                    self.live.done(worker, message.busy_ns)
                 if spans is not None:
                     name = type(message).__name__.lower()
                     spans.add("controller", name, began, row="event loop", worker=worker, bytes=len(frame))
