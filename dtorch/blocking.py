@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import linecache
 import os
 import sys
 import warnings
 from types import FrameType
 
 from dtorch.frames import LIBRARIES
+from dtorch.lines import cell_name, line_at
 
 MAX_LINES = 4096
 """Lines remembered as warned of; past it they are forgotten together."""
@@ -81,9 +81,9 @@ def _warn(frame: FrameType | None) -> None:
         text = f"{name.strip('_')}() blocks the running event loop until the value is there; write {form} instead"
     else:
         text = "this waits for a value and blocks the running event loop meanwhile; await the value before"
-    source = linecache.getline(path, line, frame.f_globals).strip()
-    text = f"{text} ({path}:{line}: {source})" if source else f"{text} ({path}:{line})"
-    warnings.warn_explicit(text, BlockingWarning, path, line)
+    place, source = line_at((path, line), frame.f_globals)
+    text = f"{text} ({place}: {source})" if source else f"{text} ({place})"
+    warnings.warn_explicit(text, BlockingWarning, cell_name(path) or path, line)
     if len(_warned) >= MAX_LINES:
         _warned.clear()
     _warned.add((path, line))  # not reached when the warning was turned into an error: then every time is one

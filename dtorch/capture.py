@@ -29,6 +29,7 @@ from dtorch.arguments import changes, facts, key_of, modules_of, refuse, tensors
 from dtorch.around import Enter
 from dtorch.face import TorchTensor, faced
 from dtorch.frames import source
+from dtorch.lines import place as line_place
 from dtorch.mesh import current_mesh
 from dtorch.ops import _alias
 from dtorch.runtime.recorder import Captured, CaptureError, Recorder, Signature, locate
@@ -187,7 +188,7 @@ class Compiled:
             found = source(trace.tb_frame)
             if found[0] is code:
                 place = locate(code, trace.tb_lasti)
-                where = f" at {place[0]}:{place[1]}" if place is not None else ""
+                where = f" at {line_place(*place)}" if place is not None else ""
             trace = trace.tb_next
         return CaptureError(
             f"{self._name} cannot be compiled: {error}{where}. A replay runs without the client, so nothing in it may depend "

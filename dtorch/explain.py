@@ -19,6 +19,7 @@ from dtorch.dry import DrySession, NoValuesError
 from dtorch.explanation import CommunicationRow, DeviceRow, Explanation, ParameterRow
 from dtorch.face import TorchTensor, faced
 from dtorch.frames import INSIDE, source
+from dtorch.lines import place as line_place
 from dtorch.mesh import DeviceMesh
 from dtorch.nn.module import watchers
 from dtorch.placement import Placement, normalize
@@ -195,7 +196,7 @@ def _where(error: BaseException) -> str:
         if found[0] is trace.tb_frame.f_code and not INSIDE.get(found[0].co_filename, True):
             place = locate(found[0], trace.tb_lasti)
         trace = trace.tb_next
-    at = f" at {place[0]}:{place[1]}" if place is not None else ""
+    at = f" at {line_place(*place)}" if place is not None else ""
     return f"Recording ended{at}, where a value is read; what follows is not shown."
 
 

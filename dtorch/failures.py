@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 
+from dtorch.lines import line_at
 from dtorch.placement import from_code
 from dtorch.runtime.controller import Failed
 from dtorch.transport.errors import OpError, op_error
@@ -26,22 +26,24 @@ class Failures:
         self._unseen: dict[Call, OpError] = {}  # failed calls that nobody was told of
         self._seen: dict[Call, None] = {}  # those that somebody was told of; more workers may report them
 
-    def add(self, failed: Failed, op: str, inputs: tuple[Layout, ...], at: tuple[str, int] | None) -> None:
+    def add(
+        self, failed: Failed, op: str, inputs: tuple[Layout, ...], at: tuple[str, int] | None, mesh: str = ""
+    ) -> None:
         """A worker reports a failure.
 
         Args:
             op: name of the op that failed.
             inputs: layouts of its inputs.
             at: file and line of the user's call.
+            mesh: that of its inputs and results, as text.
         """
         failure = failed.failure
         call = (failure.seq, failure.index)
-        location = f"{at[0]}:{at[1]}" if at is not None else ""
-        line = linecache.getline(at[0], at[1]).strip() if at is not None else ""
+        location, line = line_at(at)
         described = [describe(layout) for layout in inputs]
         worker = f"worker {failed.worker}"
         error = op_error(
-            (op, failure.text, failure.kind, location, line, described, worker, failure.device, failure.trace)
+            (op, failure.text, failure.kind, location, line, described, worker, failure.device, failure.trace, mesh)
         )
         with self._lock:
             if len(self._known) >= MAX_FAILURES:

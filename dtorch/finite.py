@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from dtorch.failures import describe
+from dtorch.lines import line_at
 from dtorch.mesh import DeviceMesh
 from dtorch.ops.table import OPS
 from dtorch.runtime.recorder import locate
@@ -79,11 +79,9 @@ class _Watch:
                 num_nan = int(value.isnan().sum())
                 num_inf = int(value.isinf().sum()) if infinite else 0
                 if num_nan or num_inf:
-                    path, line = locate(code, offset) or ("", 0)
                     raise NonFiniteError(
                         facts.op,
-                        f"{path}:{line}" if path else "",
-                        linecache.getline(path, line).strip(),
+                        *line_at(locate(code, offset)),
                         [describe(one) for one in facts.inputs],
                         describe(layout),
                         num_nan,

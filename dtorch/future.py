@@ -10,6 +10,8 @@ import torch
 from dtorch.blocking import check_loop
 from dtorch.runtime.promise import Promise
 
+__tracebackhide__ = True  # pytest shows the caller's frames, not these; IPython looks for it among a frame's own variables
+
 
 class TensorFuture:
     """A tensor whose value comes later.
@@ -31,6 +33,7 @@ class TensorFuture:
             WorkerLostError: a worker that held a part of it is gone.
             SessionClosedError: the runtime was shut down.
         """
+        __tracebackhide__ = True
         return await self._promise(now=False)
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
@@ -38,10 +41,12 @@ class TensorFuture:
 
     def to_torch(self) -> torch.Tensor:
         """The full value as a plain torch.Tensor; blocks until it is there. Raises as :meth:`value`."""
+        __tracebackhide__ = True
         return self._wait().result()
 
     def get(self, timeout_s: float | None = None) -> torch.Tensor:
         """As :meth:`to_torch`, waiting at most ``timeout_s`` seconds (TimeoutError)."""
+        __tracebackhide__ = True
         return self._wait().result(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from dtorch import timeline
 from dtorch.failures import describe
 from dtorch.lanes import lanes_svg
+from dtorch.lines import place as line_place
 from dtorch.runtime import promise
 from dtorch.runtime.recorder import locate
 from dtorch.runtime.tracing import Spans
@@ -226,5 +227,5 @@ class _Calls:
         found = self._lines.get(key)
         if found is None:
             place = locate(code, offset)
-            found = self._lines[key] = "" if place is None else f"{place[0]}:{place[1]}"
+            found = self._lines[key] = "" if place is None else line_place(*place)
         return found

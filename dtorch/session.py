@@ -89,6 +89,7 @@ class Session:
         self.num_programs = 0  # recordings of compiled functions
         self._virtual = dict(options.virtual)
         self._meshes: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+        self._mesh_texts: dict[int, str] = {}  # number of a mesh -> as text
         self._specs: dict[Any, Spec] = {}
         self._lock = threading.RLock()
         self._tickets = itertools.count(1)
@@ -126,6 +127,7 @@ class Session:
                 known = self._meshes.get(key)
                 if known is None:
                     number = len(self._meshes) + 1
+                    self._mesh_texts[number] = str(mesh)
                     info = MeshInfo(number, mesh.device_type, tuple(mesh.shape), tuple(mesh.devices))
                     known = self._meshes[key] = (number, self.recorder.add_mesh(info))
         return known
@@ -324,7 +326,9 @@ class Session:
         call = (failed.failure.seq, failed.failure.index)
         signature = self.recorder.signature_of(*call)
         facts = self._signatures.get(signature, UNKNOWN) if signature is not None else UNKNOWN
-        self._failures.add(failed, facts.op, facts.inputs, self.recorder.source(*call))
+        meshes = dict.fromkeys(layout.mesh for layout in (*facts.inputs, *facts.outputs))
+        shown = ", ".join(self._mesh_texts[number] for number in meshes if number in self._mesh_texts)
+        self._failures.add(failed, facts.op, facts.inputs, self.recorder.source(*call), shown)
 
     def lost(self, worker: int, reason: str) -> None:
         self._end(WorkerLostError(f"worker {worker}", reason))
@@ -449,7 +453,9 @@ class Session:
             more = f"\n({len(unseen) - 1} more calls have failed.)" if len(unseen) > 1 else ""
             text = f"an op failed and nobody awaited it: {type(first).__name__}: {first}{more}"
             path, _, line = first.location.rpartition(":")
-            warnings.warn_explicit(text, RuntimeWarning, path or "dtorch", int(line or 1))
+            if not line.isdecimal():  # a notebook's cell
+                path, line = first.location, "1"
+            warnings.warn_explicit(text, RuntimeWarning, path or "dtorch", int(line))
 
     def _end(self, error: DTorchError) -> None:
         """No more work: whoever waits gets ``error``."""

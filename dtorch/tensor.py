@@ -407,6 +407,7 @@ class Tensor(TensorFuture):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         record = RECORDS.get(func)
         if record is not None:
             return record(args, kwargs or _NONE, _getframe(1))

@@ -152,6 +152,17 @@ def cost(have: int, want: int, num: int, size_bytes: float) -> float:
     return float("inf")
 
 
+def by_cost(call: Call, axis: int, sigs: Sequence[Sig], sizes_bytes: Sequence[int]) -> list[Sig]:
+    """The signatures of one axis, those first for which the least bytes would move."""
+    actual = tuple(t.codes[axis] for t in call.tensors)
+    num = call.mesh_shape[axis]
+
+    def bytes_moved(sig: Sig) -> float:
+        return sum(cost(have, want, num, size) for have, want, size in zip(actual, sig.ins, sizes_bytes, strict=True))
+
+    return sorted(sigs, key=bytes_moved)
+
+
 def repair(
     call: Call, sigs: Sequence[Sequence[Sig]], sizes_bytes: Sequence[int], fixed: frozenset[int], verify: Verify | None = None
 ) -> tuple[tuple[int, ...], ...] | None:

@@ -12,6 +12,7 @@ from dtorch.ops.table import METHODS, OPS, PUBLIC
 from dtorch.tensor import Tensor
 
 _new = object.__new__
+__tracebackhide__ = True  # as in _ways.py
 
 
 def method(record: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -31,6 +32,7 @@ def op_method(op: Op, name: str) -> Callable[..., Any]:
     record = op.record
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         return record((self, *args), kwargs, _getframe(1))
 
     call.__name__ = call.__qualname__ = name
@@ -65,6 +67,7 @@ def binary(op: Op) -> Callable[[Tensor, Any], Any]:
         except (KeyError, IndexError):
             sig = None
         if sig is None:
+            __tracebackhide__ = True
             return record((self, other), {}, _getframe(1))
         out = _new(tensor)
         out._spec = sig.spec

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from dtorch import policy
+from dtorch.expressions import spoken
 from dtorch.frames import source
 from dtorch.future import TensorFuture
 from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder, refuse_without_values
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._meta import outcome
+from dtorch.ops._refusal import placement_error
 from dtorch.placement import from_code
 from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
 from dtorch.runtime.template import LocalShape, NumberRef, TensorRef, freeze
 from dtorch.spec import LINKED, Spec
-from dtorch.transport.errors import MeshError, PlacementError
+from dtorch.transport.errors import MeshError
 from dtorch.transport.messages import Definition, Layout
 
 MAX_SIGNATURES = 65536
@@ -36,6 +38,7 @@ _ATOMS = frozenset(
     {type(None), str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis), complex}
 )
 _new = object.__new__
+__tracebackhide__ = True  # pytest shows the caller's frames, not these
 
 
 class Op:
@@ -121,6 +124,7 @@ class Op:
         quick_key: Any,
     ) -> Any:
         """Record a call of any arguments; its signature goes into ``cache``, unless ``quick_key`` is None."""
+        __tracebackhide__ = True
         key: list[Any] = []
         ins: list[int] = []
         nums: list[Any] = []
@@ -150,7 +154,7 @@ class Op:
                 return self._convert(args, kwargs, frame)
         sig = self.cache.get(tuple(key))
         if sig is None:
-            done, sig = self._define(args, kwargs, tuple(key))
+            done, sig = self._define(args, kwargs, tuple(key), frame)
             if done is not None:
                 return done[0]
         sig.has_ints = any(type(number) is int for number in nums)
@@ -263,9 +267,10 @@ class Op:
         return self.record(args, kwargs, frame)
 
     def _define(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, frame: FrameType | None = None
     ) -> tuple[tuple[Any] | None, Signature]:
         """First call under ``key``: a signature, or the finished result of a repaired call."""
+        __tracebackhide__ = True
         tensors = [t for t in _tensors_of((args, kwargs))]
         if not tensors:
             raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
@@ -299,7 +304,8 @@ class Op:
                     self.repairs[key] = wanted, tuple(o.alias for o in call.outputs), call.mutates
                     made = self._repaired(args, kwargs, tensors, *self.repairs[key])
                     return (made,), None  # type: ignore[return-value]
-            raise self._placement_error(call, sigs, tensors)
+            said = spoken(frame, args, kwargs, Tensor)
+            raise placement_error(self.name, call, sigs, tensors, said, self.writes, self.verify)
         if session.num_signatures > MAX_SIGNATURES:
             session.forget_signatures()  # before the new one is made, which would be forgotten too
         sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
@@ -487,27 +493,6 @@ class Op:
             sig.shape = ONE
             sig.spec = specs[0]
         return sig
-
-    def _placement_error(self, call: Call, sigs: list[list[Any]], tensors: list[Any]) -> PlacementError:
-        wanted = repair(call, sigs, [t._spec.size_bytes for t in tensors], frozenset(), self.verify)
-        fix = ""
-        if wanted is not None:
-            parts = [
-                f"input{i}.redistribute(placements=[{', '.join(str(from_code(c)) for c in codes)}])"
-                for i, (t, codes) in enumerate(zip(tensors, wanted, strict=True))
-                if t._spec.codes != codes
-            ]
-            fix = "; ".join(parts)
-        detail = ""
-        if self.writes is not None and wanted is not None and wanted[self.writes] != tensors[self.writes]._spec.codes:
-            detail = "It writes in place, so the placements of what it writes cannot change."
-        legal = []
-        for axis in sigs[:1]:
-            for s in axis:
-                ins = ", ".join(str(from_code(c)) for c in s.ins)
-                legal.append(f"({ins}) -> {', '.join(str(from_code(c)) for c in s.outs)}")
-        legal.append("all Replicate")
-        return PlacementError(self.name, [str(t._spec) for t in tensors], legal, fix, detail)
 
 
 def _unmixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:

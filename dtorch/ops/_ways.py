@@ -32,6 +32,7 @@ STATIC = frozenset(
 """Types of arguments that are part of a key as they are."""
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _new = object.__new__
+__tracebackhide__ = True  # pytest shows the caller's frames, not these; IPython looks for it among a frame's own variables
 _spec, _slot = attrgetter("_spec"), attrgetter("_slot")
 
 
@@ -106,6 +107,7 @@ class Ways:
                 key, ins = way(args, kwargs)
             sig = cache.get(key)
             if sig is None:
+                __tracebackhide__ = True
                 return slowly(args, kwargs, frame, cache, key)
             return put(op, sig, ins, args, frame)
 

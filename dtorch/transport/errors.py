@@ -35,16 +35,23 @@ class PlacementError(DTorchError, ValueError):
     Attributes:
         op: public name of the op, such as ``"torch.add"``.
         actual: one entry per tensor input, its placements as text.
-        legal: the signatures that would have been legal, as text.
-        fix: a line of Python that makes the call legal, or "".
+        legal: the signatures that would have been legal on one mesh axis, as text, the nearest first.
+        fix: the call as the user wrote it, made legal; or what to do with its inputs; or "".
         detail: what else the user should know, or "".
+        axis: which mesh axis ``legal`` is about, or "" where there is one only.
+        mesh: the mesh, as text, or "".
+        location: ``file:line`` of the user's call, or "Cell In[3], line 2" in a notebook, or "".
+        source: text of the statement there, or "".
     """
 
     def __init__(
-        self, op: str, actual: list[str], legal: list[str], fix: str = "", detail: str = ""
-    ) -> None:
-        super().__init__(op, actual, legal, fix, detail)
+        self, op: str, actual: list[str], legal: list[str], fix: str = "", detail: str = "", axis: str = "", mesh: str = "",
+        location: str = "", source: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(op, actual, legal, fix, detail, axis, mesh, location, source)
+        self.location, self.source = location, source
         self.op, self.actual, self.legal, self.fix, self.detail = op, actual, legal, fix, detail
+        self.axis, self.mesh = axis, mesh
 
     def __str__(self) -> str:
         placed = ", ".join(self.actual)
@@ -53,11 +60,19 @@ class PlacementError(DTorchError, ValueError):
             lines += [self.detail] if self.detail else []
         else:  # not a matter of rules: the placements themselves are wrong
             lines = [self.detail, f"Given to {self.op}: {placed or 'nothing'}."]
+        if self.location:
+            lines.append(f"  at {self.location}")
+            lines.extend(f"     {line}" for line in self.source.splitlines())
+        if self.mesh:
+            lines.append(f"All on {self.mesh}." if len(self.actual) > 1 else f"It is on {self.mesh}.")
         if self.legal:
-            shown = self.legal[:8]
-            lines.append("Legal on one mesh axis: " + "; ".join(shown) + (" ..." if len(self.legal) > 8 else ""))
+            lines.append(f"The nearest legal signature on mesh axis{self.axis}: {self.legal[0]}" if self.axis
+                         else f"The nearest legal signature: {self.legal[0]}")
+            others = self.legal[1:8]
+            if others:
+                lines.append("Others: " + "; ".join(others) + ("; ..." if len(self.legal) > 8 else ""))
         if self.fix:
-            lines.append(f"This would make it legal: {self.fix}")
+            lines.append(f"This would be legal: {self.fix}")
             lines.append("Or let dtorch insert it: with dtorch.auto_redistribute(): ...")
         return "\n".join(lines)
 
@@ -76,12 +91,13 @@ class OpError(DTorchError, RuntimeError):
         op: public name of the op.
         message: torch's own words.
         kind: name of the type raised on the worker.
-        location: ``file:line`` of the user's call, or "".
-        source: text of that line, or "".
+        location: ``file:line`` of the user's call, or "Cell In[3], line 2" in a notebook, or "".
+        source: text of the statement there, or "".
         inputs: one entry per tensor input: shape, dtype and placements, as text.
         worker: name of the worker.
         device: device on which the op ran, as text.
         trace: traceback on the worker, as text.
+        mesh: the mesh of its inputs and results, as text, or "".
     """
 
     def __init__(
@@ -95,20 +111,21 @@ class OpError(DTorchError, RuntimeError):
         worker: str = "",
         device: str = "",
         trace: str = "",
+        mesh: str = "",
     ) -> None:
-        facts = (op, message, kind, location, source, inputs or [], worker, device, trace)
+        facts = (op, message, kind, location, source, inputs or [], worker, device, trace, mesh)
         super().__init__(*facts)
         self.op, self.message, self.kind, self.location, self.source = op, message, kind, location, source
-        self.inputs, self.worker, self.device, self.trace = inputs or [], worker, device, trace
+        self.inputs, self.worker, self.device, self.trace, self.mesh = inputs or [], worker, device, trace, mesh
 
     def __str__(self) -> str:
         lines = [f"{self.message}"]
         if self.location:
             lines.append(f"  at {self.location}")
-            if self.source:
-                lines.append(f"     {self.source}")
+            lines.extend(f"     {line}" for line in self.source.splitlines())
         where = " ".join(part for part in (self.worker, self.device) if part)
-        lines.append(f"  in {self.op}" + (f" on {where}" if where else ""))
+        of_mesh = f" of {self.mesh}" if self.mesh else ""
+        lines.append(f"  in {self.op}" + (f" on {where}{of_mesh}" if where else ""))
         lines.extend(f"  input {i}: {text}" for i, text in enumerate(self.inputs))
         if sys.version_info < (3, 11):  # where a traceback does not show notes
             lines.extend(getattr(self, "__notes__", ()))
@@ -144,7 +161,7 @@ class NonFiniteError(DTorchError, FloatingPointError):
         if self.location:
             lines.append(f"  at {self.location}")
         if self.source:
-            lines.append(f"     {self.source}")
+            lines.extend(f"     {line}" for line in self.source.splitlines())
         lines.extend(f"  input {i}: {text}" for i, text in enumerate(self.inputs))
         return "\n".join([*lines, f"  output: {self.output}"])
 
