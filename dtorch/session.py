@@ -89,6 +89,7 @@ class Session:
         self.num_programs = 0  # recordings of compiled functions
         self._virtual = dict(options.virtual)
         self._meshes: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+        self._named: set[tuple[Any, ...]] = set()
         self._mesh_texts: dict[int, str] = {}  # number of a mesh -> as text
         self._specs: dict[Any, Spec] = {}
         self._lock = threading.RLock()
@@ -130,6 +131,9 @@ class Session:
                     self._mesh_texts[number] = str(mesh)
                     info = MeshInfo(number, mesh.device_type, tuple(mesh.shape), tuple(mesh.devices))
                     known = self._meshes[key] = (number, self.recorder.add_mesh(info))
+        if mesh.dim_names is not None and key not in self._named:  # the same devices may have been met without names
+            self._named.add(key)
+            self._mesh_texts[known[0]] = str(mesh)
         return known
 
     def _check_devices(self, mesh: DeviceMesh) -> None:
