@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from dtorch.ops._call import Call, R, Sig, sharded
 from dtorch.ops._op import Op
 from dtorch.ops._rules import replicate_only
+from dtorch.ops._ways import put
 from dtorch.ops.norm import index_of
 from dtorch.ops.table import OPS, composite, row
 from dtorch.policy import auto_redistribute
@@ -160,6 +162,9 @@ OPS[_DROPPING] = Op(_DROPPING, torch.nn.functional.scaled_dot_product_attention,
 _PLAIN = OPS["torch.nn.functional.scaled_dot_product_attention"]
 
 
+_quick = _PLAIN.new_cache()
+
+
 @composite(torch.nn.functional.scaled_dot_product_attention, functional="scaled_dot_product_attention")
 def scaled_dot_product_attention(
     query: Any,
@@ -168,13 +173,33 @@ def scaled_dot_product_attention(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **more: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """As torch's. With dropout the numbers are drawn for the whole: inputs are gathered for it, and the result is placed as
     the query is."""
     inputs = (query, key, value, attn_mask, dropout_p, is_causal)
-    if not dropout_p:
+    more: dict[str, Any] = {}
+    if scale is not None:
+        more["scale"] = scale
+    if enable_gqa:
+        more["enable_gqa"] = enable_gqa
+    if dropout_p:
+        with auto_redistribute():
+            made = OPS[_DROPPING].record(inputs, more)
+        return made.redistribute(placements=query.placements) if isinstance(query, Tensor) else made
+    if not (type(query) is type(key) is type(value) is Tensor and type(is_causal) is type(enable_gqa) is bool):
         return _PLAIN.record(inputs, more)
-    with auto_redistribute():
-        made = OPS[_DROPPING].record(inputs, more)
-    return made.redistribute(placements=query.placements) if isinstance(query, Tensor) else made
+    ins: tuple[int, ...]
+    specs: Any
+    if attn_mask is None:
+        specs, ins = None, (query._slot, key._slot, value._slot)
+    elif type(attn_mask) is Tensor:
+        specs, ins = attn_mask._spec, (query._slot, key._slot, value._slot, attn_mask._slot)
+    else:
+        return _PLAIN.record(inputs, more)
+    quick_key = (query._spec, key._spec, value._spec, specs, is_causal, scale, enable_gqa)
+    sig = _quick.get(quick_key)
+    if sig is None:
+        return _PLAIN.slowly(inputs, more, _getframe(1), _quick, quick_key)
+    return put(_PLAIN, sig, ins, inputs, _getframe(1))
