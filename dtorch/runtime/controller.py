@@ -53,6 +53,10 @@ from dtorch.transport.messages import (
 # ---- events
 
 
+MAX_BODIES = 256
+"""Bodies of batches remembered with the meshes that they touch."""
+
+
 class Submission(Protocol):
     """A batch as the controller sees it: all but its calls. The recorder's ``Outgoing`` is one."""
 
@@ -267,6 +271,7 @@ class Controller:
         self._seed: Seed | None = None
         self._allow: Allow | None = None
         self._tracing: StartTrace | None = None
+        self._bodies: dict[bytes, frozenset[int] | None] = {}  # of batches -> meshes that their calls touch
         self._has_random = False  # some random op is known
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
@@ -307,6 +312,7 @@ class Controller:
                 elif isinstance(message, Forget):
                     self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
+                    self._bodies.clear()
                     self._programs = {n: p for n, p in self._programs.items() if n >= message.sig}
                 return self._broadcast(encode(message), self.workers)
             case Asked(ticket, memory, reset_peak):
@@ -350,7 +356,7 @@ class Controller:
         if batch.meshes or batch.definitions or batch.programs:
             out += self._define(batch.meshes, batch.definitions, batch.programs)
         if not self._drawn and self._has_random:
-            self._drawn = not all(map(self._signature_mesh.__getitem__, batch.signatures))
+            self._drawn = self._touched(batch) is None
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches, batch.refused))
         for fetch in batch.fetches:
@@ -375,12 +381,25 @@ class Controller:
             return (), everyone
         meshes: set[int] = {fetch.mesh for fetch in batch.fetches}
         meshes.update(batch.freed_meshes)
-        for signature in batch.signatures:
-            touched = self._signature_mesh[signature]
-            if not touched:
-                return (), everyone
-            meshes.update(touched)
+        touched = self._touched(batch)
+        if touched is None:
+            return (), everyone
+        meshes.update(touched)
         return tuple(sorted(meshes)), tuple(sorted({w for mesh in meshes for w in self._mesh_workers[mesh]}))
+
+    def _touched(self, batch: Submission) -> frozenset[int] | None:
+        """Meshes that the calls of a batch touch, None for all: worked out once for a body, so that a batch that was seen
+        before costs the same however many calls it has."""
+        try:
+            return self._bodies[batch.body]
+        except KeyError:
+            pass
+        meshes = [self._signature_mesh[signature] for signature in batch.signatures]
+        found = frozenset(mesh for several in meshes for mesh in several) if all(meshes) else None
+        if len(self._bodies) >= MAX_BODIES:
+            del self._bodies[next(iter(self._bodies))]
+        self._bodies[batch.body] = found
+        return found
 
     def _add_mesh(self, mesh: MeshInfo) -> list[Instruction]:
         out: list[Instruction] = []

@@ -75,7 +75,7 @@ def main() -> None:
         for num_calls in (64, 1024):
             taken, num_sends = measure(num_workers, num_calls, args.batches)
             samples = Samples(taken)
-            note = f"{samples.median / num_sends:.2f} us a send"
+            note = f"best {samples.best:.1f}, {samples.best / num_sends:.2f} us a send"
             name = f"controller, batch of {num_calls} calls, {num_workers} workers"
             rows.append(Row(name, "us", samples.median, note, samples={"dtorch": samples}))
     print_table(rows, {}, out)
