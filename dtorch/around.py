@@ -102,7 +102,7 @@ class Enter(_Unscripted):
         self.split: tuple[Placement, ...] = tuple(Shard(0) if name in BATCH_AXES else Replicate() for name in names)
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise NotImplementedError(_refusal("torch.compile"))
         if torch._C._get_tracing_state() is not None:
             raise NotImplementedError(_refusal("torch.jit.trace"))

@@ -410,8 +410,11 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _forward_property(name: str, own: property) -> property:
+    read = own.fget
+    assert read is not None, name
+
     def get(self: TorchTensor) -> Any:
-        return _wrap(own.__get__(self._native))
+        return _wrap(read(self._native))
 
     def put(self: TorchTensor, value: Any) -> None:
         own.__set__(self._native, _unwrap(value))

@@ -99,6 +99,7 @@ class Session:
         self._signatures: dict[int, SignatureFacts] = {}
         self.program_lines: dict[int, list[Any]] = {}  # signature of a program -> its calls with their source lines
         self.epoch = 0  # changes when signatures are forgotten
+        self.nothings: dict[Any, Tensor] = {}  # see ops/_nothing.py
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
         self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
@@ -213,6 +214,7 @@ class Session:
             self.recorder.flush()
             table.clear_caches()
             self._upload_signatures.clear()
+            self.nothings.clear()
             self._signatures = {}  # a profile may still hold the old one
             self.program_lines = {}
             self.epoch += 1
@@ -449,6 +451,7 @@ class Session:
             except ConnectionLostError as error:
                 logger.debug("nothing could be sent any more: %s", error)
             self._end(SessionClosedError("the session of this tensor was shut down"))
+        self.nothings.clear()
         self.thread.close()
         self._pool.close()
         unseen = self._failures.take_unseen()

@@ -22,6 +22,7 @@ from dtorch.future import TensorFuture
 from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder, refuse_without_values
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._meta import outcome
+from dtorch.ops._nothing import nothing
 from dtorch.ops._refusal import placement_error
 from dtorch.placement import from_code
 from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
@@ -236,6 +237,8 @@ class Op:
                     raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
                 changed = True
                 session = mesh_of._spec.session
+                if not value.numel() and self.writes is None:  # what caches begin with
+                    return nothing(session, value, mesh_of._spec.mesh)
                 return session.upload(value.detach(), mesh_of._spec.mesh, None)
             if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
                 items = [convert(v) for v in value]
