@@ -17,6 +17,7 @@ import torch
 from dtorch import creation
 from dtorch.ops import custom, table
 from dtorch.runtime.executor import Executor
+from dtorch.runtime.pages import keep_pages
 from dtorch.runtime.rewrite import RULES
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
@@ -42,6 +43,8 @@ def main(args: dict[str, Any]) -> None:
         args: worker (its number), address and token of the controller, virtual (kind -> kind), num_threads (of torch); perhaps
             folders (where sessions may read and write files) and rules (names of those that rewrite plans).
     """
+    if os.environ.get("DTORCH_KEEP_PAGES", "1") != "0":
+        keep_pages()
     # In a thread of its own: the main thread may have been forked from a user's, with its modes of torch in force.
     outcome: list[BaseException] = []
     thread = threading.Thread(target=_run, args=(args, outcome), name="dtorch-worker")

@@ -81,6 +81,7 @@ def plain(what: str, random: bool) -> int:
 
 def ours(what: str, random: bool, compiled: bool) -> tuple[int, int]:
     """(rise of the worker's resident memory, rise of the peak that memory_stats tells), one device."""
+    os.environ["DTORCH_KEEP_PAGES"] = "0"  # or the pages of the run before would hide what this one needs
     dtorch.init(workers="shared")
     mesh = dtorch.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     work: Callable[[], Any]
