@@ -33,7 +33,7 @@ from dtorch.cluster.quotas import Account
 from dtorch.cluster.refusals import Refusals
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.transport import codec
-from dtorch.transport.cluster import Attach, Attached, Devices, Enlist, Enlisted, ToClient, ToPoolWorker
+from dtorch.transport.cluster import Attach, Attached, Devices, Ended, Enlist, Enlisted, ToClient, ToPoolWorker
 from dtorch.transport.dial import keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
@@ -257,6 +257,7 @@ class Head:
                 self._run(tenancy.serve())
             await tenancy.link.wait_left(link)
         except (ProtocolError, QuotaError) as error:
+            _say(link, Ended(type(error).__name__, str(error)))
             await self._refuse(link, str(error), key=key.id, address=request.remote)
         except ConnectionLostError as error:
             logger.debug("a client left in its handshake: %s", error)

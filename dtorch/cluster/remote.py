@@ -305,6 +305,8 @@ class RemoteController:
         link, frame = await dial(self._address, CLIENT_PATH, target.key, codec.encode(hello), target.tls)
         try:
             answer = codec.decode_to_client(frame)
+            if isinstance(answer, cluster.Ended):
+                raise error_of(answer.error, answer.text)
             if not isinstance(answer, Attached) or answer.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"expected Attached of version {PROTOCOL_VERSION}, got {answer!r:.100}")
         except BaseException:

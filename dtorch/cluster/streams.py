@@ -57,10 +57,13 @@ class SessionStreams:
         self._coming[part.stream] = (buffer, done + size)
 
     def take(self, stream: int, size_bytes: int) -> Any:
-        """The bytes of an upload that is complete; a QuotaError when they were too many. Raises ProtocolError."""
+        """The bytes of an upload; in their place an error to be raised by the call that uses them, if one does here.
+
+        A batch that uploads to some of its meshes goes to workers of others too, which get no bytes and use none.
+        """
         buffer, done = self._coming.pop(stream, (None, -1))
         if done != size_bytes:
-            raise ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {max(done, 0)} of which have come")
+            return ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {max(done, 0)} of which have come")
         if buffer is None:
             return QuotaError(f"an upload of {size_bytes} bytes is above the quota of {self._limit_bytes} bytes")
         return buffer

@@ -18,7 +18,7 @@ from dtorch.runtime.plan import KILL, Begun, Finish, Local, Plan, Replay, Step
 from dtorch.runtime.poison import Poison
 from dtorch.runtime.template import dtype_of
 from dtorch.runtime.turns import Turns
-from dtorch.transport.errors import QuotaError
+from dtorch.transport.errors import DTorchError, QuotaError
 from dtorch.transport.messages import Definition
 
 SMALL_BYTES = 4096
@@ -93,7 +93,7 @@ class FairBinder(Binder):
     def _polite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.step()
-            if args and isinstance(args[0], QuotaError):  # in the place of an upload that was too large
+            if args and isinstance(args[0], DTorchError):  # in the place of an upload that is not there
                 raise args[0]
             return fn(*args, **kwargs)
 

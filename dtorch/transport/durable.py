@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import WSCloseCode
 
-from .errors import AuthError, ConnectionLostError, ProtocolError
+from .errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from .link import CLOSE_TIMEOUT_S, Link
 from .numbered import Numbered
 
@@ -164,7 +164,7 @@ class DurableLink(Link):
         while not self.closed:
             try:
                 link, received = await dial(self._numbered.received)
-            except (AuthError, ProtocolError) as error:  # it is there, and does not want us back
+            except (AuthError, ProtocolError, QuotaError) as error:  # it is there, and does not want us back
                 self.reason = str(error)
                 return False
             except ConnectionLostError as error:

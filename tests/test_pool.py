@@ -1,0 +1,208 @@
+"""The deciders of a head: places, quotas, refusals, keys; and the beginning of a batch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtorch.cluster.audit import Audit
+from dtorch.cluster.keys import KeyFile
+from dtorch.cluster.pool import Pool
+from dtorch.cluster.quotas import Account, Limits
+from dtorch.cluster.refusals import MAX_ADDRESSES, Refusals
+from dtorch.cluster.tenancy import num_calls
+from dtorch.transport.errors import AuthError, MeshError, ProtocolError, QuotaError
+
+
+def cpus(num: int) -> list[tuple[str, int]]:
+    return [("cpu", number) for number in range(num)]
+
+
+# ---- places
+
+
+def test_a_session_stays_within_a_worker_while_it_can() -> None:
+    pool = Pool()
+    for _ in range(2):
+        pool.enlist(cpus(2))
+    pool.reserve(1, "cpu", (0, 1))
+    assert [pool.where(1, "cpu", d) for d in (0, 1)] == [(1, 0), (1, 1)]
+    pool.reserve(2, "cpu", (0, 1))  # the other worker has nobody
+    assert [pool.where(2, "cpu", d) for d in (0, 1)] == [(2, 0), (2, 1)]
+    pool.reserve(1, "cpu", (1, 2, 3))
+    assert [pool.where(1, "cpu", d) for d in (0, 1, 2, 3)] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_devices_are_had_all_or_none() -> None:
+    pool = Pool()
+    pool.enlist(cpus(2))
+    pool.reserve(1, "cpu", (5,))
+    with pytest.raises(MeshError, match="4 cpu devices are wanted, and the cluster has 2"):
+        pool.reserve(1, "cpu", (0, 1, 2))
+    assert set(pool.devices_of(1)) == {("cpu", 5)}
+    with pytest.raises(KeyError):
+        pool.where(1, "cpu", 0)
+    with pytest.raises(MeshError, match="0 of them"):
+        pool.reserve(1, "cuda", (0,))
+
+
+def test_workers_come_and_go() -> None:
+    pool = Pool()
+    first, second = pool.enlist(cpus(1), "left"), pool.enlist(cpus(1), "left")
+    assert (first.name, second.name) == ("left", "left-2")
+    assert pool.find("left-2") is second
+    assert pool.find("1") is first
+    assert pool.find("nobody") is None
+    pool.reserve(7, "cpu", (0, 1))
+    assert pool.remove(1) == {7}
+    assert pool.remove(1) == set()
+    assert set(pool.devices_of(7).values()) == {(2, ("cpu", 0))}
+    assert pool.enlist(cpus(1)).number == 3
+    second.draining = True
+    assert pool.counts() == {"cpu": 1}
+    assert pool.counts(7) == {"cpu": 2}
+    pool.release(7)
+    assert second.sessions == set()
+    pool.reserve(8, "cpu", (0,))
+    assert pool.where(8, "cpu", 0) == (3, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "reserve", "release"]), st.integers(0, 5)), max_size=60))
+def test_no_device_is_placed_twice_for_a_session_or_on_a_worker_that_is_gone(steps: list[tuple[str, int]]) -> None:
+    pool = Pool()
+    for what, number in steps:
+        if what == "join":
+            pool.enlist(cpus(number + 1))
+        elif what == "leave":
+            pool.remove(number)
+        elif what == "release":
+            pool.release(number)
+        else:
+            try:
+                pool.reserve(number, "cpu", range(number + 1))
+            except MeshError:
+                continue
+        for session in range(6):
+            places = list(pool.devices_of(session).values())
+            assert len(set(places)) == len(places)
+            assert all(session in pool.members[worker].used[device] for worker, device in places)
+        used = sum(len(sessions) for member in pool.members.values() for sessions in member.used.values())
+        assert used == sum(len(pool.devices_of(session)) for session in range(6))
+
+
+# ---- quotas
+
+
+def test_an_account_counts_all_sessions_of_a_key() -> None:
+    account = Account("ann", Limits(max_devices=3, max_bytes=100, max_ops=10, max_sessions=2))
+    account.open(1)
+    account.open(2)
+    with pytest.raises(QuotaError, match="2 sessions"):
+        account.open(3)
+    account.reserve(1, "cpu", (0, 1))
+    account.reserve(1, "cpu", (0, 1))
+    with pytest.raises(QuotaError, match="2 more cpu devices are above the quota of key 'ann': 3 devices, 2 of which"):
+        account.reserve(2, "cpu", (0, 1))
+    account.reserve(2, "cpu", (0,))
+    assert account.submit(1, 1, 6) == ""
+    assert "10 ops in flight, 6 of which" in account.submit(2, 1, 5)
+    account.finished(2, 1)
+    assert account.submit(2, 2, 4) == ""
+    assert account.submit(2, 3, 0) == ""  # frees and fetches are never refused
+    account.finished(1, 1)
+    account.finished(2, 2)
+    account.held(1, 1, 60)
+    account.held(2, 1, 50)
+    assert "holds 110 bytes, above its quota of 100" in account.submit(1, 2, 1)
+    assert account.use_of(1) == (2, 60, 1)
+    account.close(1)
+    assert (account.num_devices, account.held_bytes, account.sessions) == (1, 50, (2,))
+    assert account.submit(2, 4, 1) == ""
+    account.finished(9, 1)
+    account.held(9, 1, 5)
+
+
+def test_without_limits_there_are_none() -> None:
+    account = Account("ann", Limits())
+    account.open(1)
+    account.reserve(1, "cpu", tuple(range(1000)))
+    account.held(1, 1, 1 << 50)
+    assert account.submit(1, 1, 1 << 40) == ""
+
+
+@pytest.mark.parametrize("num", [0, 1, 15, 16, 1000, 70_000])
+def test_calls_are_counted_from_the_first_bytes(num: int) -> None:
+    assert num_calls(msgspec.msgpack.encode(([[1, 2]] * num, []))) == num
+
+
+@pytest.mark.parametrize("body", [b"", b"\x92", b"\x91\x90", b"\x92\xc0\x90", msgspec.msgpack.encode({"a": 1})])
+def test_a_body_that_is_none_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        num_calls(body)
+
+
+# ---- refusals and keys
+
+
+def test_an_address_with_many_wrong_keys_is_not_listened_to_for_a_while() -> None:
+    refusals = Refusals(max_refusals=3, window_s=10.0)
+    for now in (0.0, 1.0, 2.0):
+        assert refusals.listens_to("a", now)
+        refusals.refused("a", now)
+    assert not refusals.listens_to("a", 9.9)
+    assert refusals.listens_to("b", 9.9)
+    assert refusals.listens_to("a", 10.0)
+    for number in range(2 * MAX_ADDRESSES):
+        refusals.refused(str(number), 20.0)
+    assert len(refusals._times) == MAX_ADDRESSES
+
+
+def test_keys_are_kept_as_hashes_for_their_owner_alone(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "sub" / "keys.json")
+    assert file.keys() == ()
+    entry, key = file.create("ann", weight=2.0, priority=1, limits=Limits(max_devices=4))
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert file.path.parent.stat().st_mode & 0o777 == 0o700
+    assert key.rpartition("_")[2] not in file.path.read_text()
+    assert KeyFile(file.path).verify(key) == entry
+    assert (entry.role, entry.weight, entry.priority, entry.limits.max_devices) == ("client", 2.0, 1, 4)
+    for wrong in ("", "dt", key[:-1], key + "x", key.replace("dt_", "xx_"), f"dt_{entry.id}_", "dt_\udcff_x", "x" * 10**6):
+        with pytest.raises(AuthError):
+            file.verify(wrong)
+    other = KeyFile(file.path)
+    second, _ = other.create("ann", "admin")
+    assert [each.id for each in file.keys()] == [entry.id, second.id]  # what another process has written is seen
+    assert file.revoke("nobody") == ()
+    assert set(other.revoke("ann")) == {entry, second}
+    with pytest.raises(AuthError):
+        file.verify(key)
+
+
+def test_keys_that_cannot_be_made(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    for facts in ({"name": ""}, {"name": "a\n"}, {"role": "king"}, {"weight": 0.0}, {"weight": float("inf")}):
+        with pytest.raises(ValueError, match=r"^a (key|weight)"):
+            file.create(**{"name": "ann", **facts})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 0"):
+        file.create("ann", limits=Limits(max_ops=-1))
+    file.path.write_text('{"not": "keys"}')
+    with pytest.raises(ValueError, match=r"is no file of keys"):
+        file.keys()
+
+
+def test_the_audit_log_is_a_json_object_a_line(tmp_path: Path) -> None:
+    log = Audit(tmp_path / "log" / "audit.jsonl")
+    log.note("key refused", address="a\nb", path="x" * 10_000)
+    log.close()
+    Audit(None).note("nothing")
+    path = tmp_path / "log" / "audit.jsonl"
+    line, = path.read_bytes().splitlines()
+    facts = msgspec.json.decode(line)
+    assert facts["event"] == "key refused"
+    assert len(facts["path"]) == 500
+    assert os.stat(path).st_mode & 0o777 == 0o600
