@@ -39,6 +39,8 @@ class Cluster:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        for _ in range(8):  # transports that were closed or aborted are let go in later rounds
+            self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 

@@ -164,7 +164,7 @@ def test_an_address_with_many_wrong_keys_is_not_listened_to_for_a_while() -> Non
 
 def test_keys_are_kept_as_hashes_for_their_owner_alone(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "sub" / "keys.json")
-    assert file.keys() == ()
+    assert file.entries() == ()
     entry, key = file.create("ann", weight=2.0, priority=1, limits=Limits(max_devices=4))
     assert file.path.stat().st_mode & 0o777 == 0o600
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
@@ -176,7 +176,7 @@ def test_keys_are_kept_as_hashes_for_their_owner_alone(tmp_path: Path) -> None:
             file.verify(wrong)
     other = KeyFile(file.path)
     second, _ = other.create("ann", "admin")
-    assert [each.id for each in file.keys()] == [entry.id, second.id]  # what another process has written is seen
+    assert [each.id for each in file.entries()] == [entry.id, second.id]  # what another process has written is seen
     assert file.revoke("nobody") == ()
     assert set(other.revoke("ann")) == {entry, second}
     with pytest.raises(AuthError):
@@ -192,7 +192,7 @@ def test_keys_that_cannot_be_made(tmp_path: Path) -> None:
         file.create("ann", limits=Limits(max_ops=-1))
     file.path.write_text('{"not": "keys"}')
     with pytest.raises(ValueError, match=r"is no file of keys"):
-        file.keys()
+        file.entries()
 
 
 def test_the_audit_log_is_a_json_object_a_line(tmp_path: Path) -> None:

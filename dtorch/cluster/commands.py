@@ -83,7 +83,7 @@ def _head(chosen: argparse.Namespace) -> int:
         head = Head(options)
         await head.start()
         print(f"head at {head.url}, keys in {options.keys}", flush=True)
-        if not head.keys.keys():
+        if not head.keys.entries():
             print("there are no keys yet: dtorch keys create NAME --role worker|client|admin", flush=True)
         if options.tls_cert is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             print("without --tls-cert, keys and data can be read on their way", file=sys.stderr, flush=True)
@@ -115,6 +115,10 @@ def _add_worker(commands: Any) -> None:
     worker.add_argument(
         "--files", action="append", default=[], metavar="FOLDER", help="let sessions read and write in it; may be repeated"
     )
+    worker.add_argument(
+        "--memory", type=float, default=0.0, metavar="GIB", help="of this process: an op that would take more fails"
+        " (90%% of this machine's; without GPUs only)"
+    )
     worker.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (1)")
 
 
@@ -135,10 +139,18 @@ def _worker(chosen: argparse.Namespace) -> int:
     url, key, tls = _target(chosen)
     offer = Offer(
         url, key, devices, chosen.name, labels, chosen.address, tuple(chosen.allow), tuple(chosen.files),
-        chosen.threads, tls,
+        chosen.threads, _memory_bytes(chosen.memory, devices), tls,
     )
     _run(serve(offer, lambda text: print(text, flush=True)))
     return 0
+
+
+def _memory_bytes(gib: float, devices: tuple[tuple[str, int], ...]) -> int:
+    if gib < 0:
+        raise ValueError(f"--memory is a number above 0, not {gib:g}")
+    if gib or any(kind == "cuda" for kind, _ in devices):
+        return int(gib * (1 << 30))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
 
 
 def _one_process_each(chosen: argparse.Namespace, devices: tuple[tuple[str, int], ...]) -> int:
@@ -301,7 +313,7 @@ def _keys(chosen: argparse.Namespace) -> int:
     elif chosen.action == "list":
         rows = [
             (key.id, key.name, key.role, f"{key.weight:g}", str(key.priority), _limits(key.limits), _when(key.created))
-            for key in file.keys()  # noqa: SIM118  (a method, not a dictionary's)
+            for key in file.entries()
         ]
         _table(("id", "name", "role", "weight", "priority", "limits", "made"), rows)
     else:

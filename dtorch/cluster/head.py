@@ -34,7 +34,7 @@ from dtorch.cluster.refusals import Refusals
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.transport import codec
 from dtorch.transport.cluster import Attach, Attached, Devices, Ended, Enlist, Enlisted, ToClient, ToPoolWorker
-from dtorch.transport.dial import keep_alive
+from dtorch.transport.dial import TLS_CLOSING_S, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from dtorch.transport.link import CLOSE_TIMEOUT_S, WebSocketLink
@@ -114,7 +114,7 @@ class Head:
         if options.tls_cert is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(options.tls_cert, options.tls_key)
-        self.keys.keys()
+        self.keys.entries()
         app = web.Application(middlewares=[self._guard], client_max_size=CLIENT_FRAME_BYTES)
         app.router.add_get(CLIENT_PATH, self._client)
         app.router.add_get(WORKER_PATH, self._worker)
@@ -150,6 +150,8 @@ class Head:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
+        if self.options.tls_cert is not None:
+            await asyncio.sleep(TLS_CLOSING_S)
         self.audit.note("head stopped")
         self.audit.close()
 
@@ -172,7 +174,7 @@ class Head:
                 self._end_stalled(tenancy, loop.time())
 
     def _end_revoked(self) -> None:
-        known = {key.id: key for key in self.keys.keys()}  # noqa: SIM118  (a method, not a dictionary's)
+        known = {key.id: key for key in self.keys.entries()}
         for tenancy in list(self.sessions.values()):
             key = known.get(tenancy.key.id)
             if key is None:

@@ -63,7 +63,7 @@ class KeyFile:
         self._seen: tuple[int, int] | None = None  # of the file as it was read last: time changed, inode
         self._keys: dict[str, Key] = {}
 
-    def keys(self) -> tuple[Key, ...]:
+    def entries(self) -> tuple[Key, ...]:
         """All entries, read anew if the file has changed.
 
         Raises:
@@ -122,7 +122,7 @@ class KeyFile:
         Raises:
             AuthError: there is none.
         """
-        self.keys()
+        self.entries()
         parts = given[:MAX_KEY_CHARACTERS].split("_", 2)
         found = self._keys.get(parts[1]) if len(parts) == 3 and parts[0] == PREFIX else None
         right = hmac.compare_digest(_hash(parts[-1]), found.sha256 if found is not None else "0" * 64)
@@ -137,7 +137,7 @@ class KeyFile:
         lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            keys = list(self.keys())
+            keys = list(self.entries())
             yield keys
             draft = self.path.with_name(self.path.name + ".new")
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -30,7 +30,7 @@ from dtorch.runtime.tracing import Spans
 from dtorch.transport import cluster, codec, errors
 from dtorch.transport.bulk import Lease
 from dtorch.transport.cluster import PART_BYTES, Attach, Attached, Leave, Part, Reserve, Submit
-from dtorch.transport.dial import address_of, dial, keep_alive
+from dtorch.transport.dial import TLS_CLOSING_S, address_of, dial, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, DTorchError, ProtocolError
 from dtorch.transport.link import Link
@@ -272,6 +272,8 @@ class RemoteController:
             self._end_waiting()
             self._ready.set()
             try:
+                if self._address.startswith("tls:"):
+                    self.loop.run_until_complete(asyncio.sleep(TLS_CLOSING_S))
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             finally:
                 asyncio.set_event_loop(None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import ssl
 from collections.abc import Callable
@@ -70,6 +71,8 @@ class Offer:
         allow: modules from which ops of users may be imported, with their submodules; no others are.
         folders: where sessions may read and write files of this host, with what is below.
         num_threads: of torch, for each session.
+        memory_bytes: that this process may take in all, so that an op that wants too much fails instead of the process;
+            0 for no limit. Does not count what is on GPUs.
         tls: whom to trust; the system's authorities by default.
     """
 
@@ -82,6 +85,7 @@ class Offer:
     allow: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     num_threads: int = 1
+    memory_bytes: int = 0
     tls: ssl.SSLContext | None = None
 
 
@@ -203,7 +207,7 @@ class PoolWorker:
                 if lodger is not None:
                     try:
                         lodger.streams.put(message)
-                    except ProtocolError as error:
+                    except Exception as error:  # such as no memory for it
                         lodger.fault(error)
             case (
                 Batch() | Define() | Forget() | Seed() | Allow() | AskStatistics() | AskRandomState() | RandomState()
@@ -301,6 +305,9 @@ def _own_host(link: WebSocketLink) -> str:
 async def serve(offer: Offer, say: Callable[[str], None]) -> None:
     """Run a worker until it is told to stop, by its head or by SIGINT or SIGTERM. Raises as ``PoolWorker.run``."""
     torch.set_num_threads(offer.num_threads)
+    if offer.memory_bytes:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (offer.memory_bytes, most))
     worker = PoolWorker(offer, say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

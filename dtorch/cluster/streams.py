@@ -12,6 +12,8 @@ from dtorch.runtime.turns import Dropped, Turns
 from dtorch.transport.cluster import PART_BYTES, Part
 from dtorch.transport.errors import ProtocolError, QuotaError
 
+MAX_STREAMS = 4096
+"""Uploads of one session that may wait to be used."""
 WINDOW_BYTES = 4 * 1024 * 1024
 """Bytes of parts that may be on their way to a client."""
 
@@ -47,6 +49,8 @@ class SessionStreams:
         if part.stream not in self._coming:
             if part.total < 0 or part.offset != 0:
                 raise ProtocolError(f"stream {part.stream} begins at byte {part.offset}")
+            if len(self._coming) >= MAX_STREAMS:
+                raise ProtocolError(f"{MAX_STREAMS} uploads wait to be used already")
             fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
             self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
         buffer, done = self._coming[part.stream]

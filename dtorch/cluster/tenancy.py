@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,6 +77,14 @@ CLIENT_LIMIT_BYTES = 64 * 1024 * 1024
 MAX_RUNNING = 1024
 """Batches that a client may have unfinished; one that keeps to the rules has 64."""
 MAX_DEFINITIONS = 1 << 18
+MAX_DEFINITION_BYTES = 256 * 1024 * 1024
+MAX_MESHES = 1 << 14
+MAX_SAID = 4096
+"""Messages other than batches that may be on their way to workers."""
+RUNNING_BYTES = 128 * 1024 * 1024
+"""Of unfinished batches: above this the client is not read from."""
+TURN_FRAMES = 16
+"""Frames of one client after which other clients have a turn."""
 MAX_MESH_DEVICES = 4096
 SUSPECT_S = 2.0
 LEAVE_S = 1.0
@@ -132,9 +142,12 @@ class Tenancy:
         self._home = home
         self._controller = Controller(number, frozenset(), self._place)
         self._opened_on: set[int] = set()  # workers that know of the session
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}  # batch -> bytes of its frame
+        self._finished = asyncio.Event()  # some batch is, or the session is over
         self._leaving = False
-        self._num_definitions = 0
+        self._definition_bytes = 0  # of the live definitions, roughly
+        self._num_said = 0
+        self._num_frames = 0
         self._owed: dict[int, int] = {}  # credit that workers get once the client has read: worker -> bytes
         self._granting: asyncio.Task[None] | None = None
         self._timers: set[asyncio.TimerHandle] = set()
@@ -147,6 +160,9 @@ class Tenancy:
             while (frame := await self.link.receive()) is not None and not self.over:
                 self._take(codec.decode_from_client(frame), frame)
                 await self._wait_for_workers()
+                self._num_frames += 1
+                if self._num_frames % TURN_FRAMES == 0:
+                    await asyncio.sleep(0)
             self.end("ConnectionLostError", self.link.reason or "the client is gone")
         except ProtocolError as error:
             self.end("ProtocolError", str(error))
@@ -159,24 +175,19 @@ class Tenancy:
             raise ProtocolError(f"session {self.number} speaks for session {message.session}")
         match message:
             case Submit():
-                self._submit(message)
+                self._submit(message, len(frame))
             case Part():
                 self._forward(message, frame)
-            case Define(_, meshes, definitions, programs):
-                self._num_definitions += len(definitions) + len(programs)
-                if self._num_definitions > MAX_DEFINITIONS:
-                    raise ProtocolError(f"more than {MAX_DEFINITIONS} signatures are defined and none is forgotten")
-                if any(mesh.workers or mesh.locals for mesh in meshes):
-                    raise ProtocolError("a client does not say where devices are")
-                self._handle(Defined(meshes, definitions, programs))
+            case Define():
+                self._define(message, len(frame))
             case Seed() | Forget() | Allow() | StartTrace():
-                if isinstance(message, Forget):
-                    self._num_definitions = 0
-                self._handle(Sent(message))
+                before = self._controller.num_definitions
+                self._say(Sent(message))
+                self._definition_bytes = self._definition_bytes * self._controller.num_definitions // max(before, 1)
             case AskStatistics(_, ticket, memory, reset_peak):
-                self._handle(Asked(ticket, memory, reset_peak))
+                self._say(Asked(ticket, memory, reset_peak))
             case AskTrace(_, ticket, stop):
-                self._handle(AskedTrace(ticket, stop))
+                self._say(AskedTrace(ticket, stop))
             case Reserve():
                 self._reserve(message)
             case cluster.Leave():
@@ -188,6 +199,28 @@ class Tenancy:
                 raise ProtocolError("a client attaches once a connection")
             case _:
                 assert_never(message)
+
+    def _say(self, event: Sent | Asked | AskedTrace) -> None:
+        self._num_said += 1
+        if self._num_said > MAX_SAID:
+            raise ProtocolError(f"more than {MAX_SAID} messages are on their way, and no batch has finished meanwhile")
+        self._handle(event)
+
+    def _define(self, message: Define, size_bytes: int) -> None:
+        self._definition_bytes += size_bytes
+        num = self._controller.num_definitions + len(message.definitions) + len(message.programs)
+        if num > MAX_DEFINITIONS or self._definition_bytes > MAX_DEFINITION_BYTES:
+            raise ProtocolError(f"{num} signatures of {self._definition_bytes} bytes are defined and not forgotten")
+        if self._controller.num_meshes + len(message.meshes) > MAX_MESHES:
+            raise ProtocolError(f"more than {MAX_MESHES} meshes")
+        for mesh in message.meshes:
+            if mesh.workers or mesh.locals:
+                raise ProtocolError("a client does not say where devices are")
+            if min(mesh.shape, default=1) < 1 or math.prod(mesh.shape) != len(set(mesh.devices)) or (
+                len(set(mesh.devices)) != len(mesh.devices)
+            ):
+                raise ProtocolError(f"mesh {mesh.mesh} of shape {mesh.shape} does not fit its devices")
+        self._handle(Defined(message.meshes, message.definitions, message.programs))
 
     def _left(self) -> None:
         self.end("SessionClosedError", "the client has left")
@@ -209,13 +242,13 @@ class Tenancy:
             error, text = type(refused).__name__, str(refused)
         self.send(cluster.Reserved(asked.ticket, error, text))
 
-    def _submit(self, asked: Submit) -> None:
+    def _submit(self, asked: Submit, size_bytes: int) -> None:
         if asked.seq in self._running or len(self._running) >= MAX_RUNNING:
             raise ProtocolError(f"batch {asked.seq} is running already, or {MAX_RUNNING} others are")
         if any(isinstance(fetch.into, SharedBlob) for fetch in asked.fetches):
             raise ProtocolError("shared memory does not reach another host")
         refused = self.account.submit(self.number, asked.seq, num_calls(asked.body))
-        self._running.add(asked.seq)
+        self._running[asked.seq] = size_bytes
         batch = Batch(
             asked.seq, asked.body, asked.signatures, asked.freed_meshes, asked.uploads, asked.fetches, refused
         )
@@ -235,6 +268,9 @@ class Tenancy:
 
     async def _wait_for_workers(self) -> None:
         """Back-pressure: a client whose workers are behind is not read from."""
+        while sum(self._running.values()) > RUNNING_BYTES and not self.over:
+            self._finished.clear()
+            await self._finished.wait()
         for number in tuple(self._opened_on):
             worker = self._home.workers.get(number)
             if worker is not None and worker.link.pending_bytes > WINDOW_BYTES:
@@ -246,10 +282,8 @@ class Tenancy:
     def _send_frame(self, frame: bytes) -> None:
         if self.over:
             return
-        try:
+        with suppress(ConnectionLostError):
             self.link.send_nowait(frame)
-        except ConnectionLostError:
-            return
         if self.link.pending_bytes > CLIENT_LIMIT_BYTES:
             self.end("ProtocolError", f"the client does not read: {self.link.pending_bytes} bytes wait for it")
 
@@ -323,7 +357,9 @@ class Tenancy:
                     if worker is not None:
                         worker.send_frame(frame)
                 case Finished(seq):
-                    self._running.discard(seq)
+                    self._running.pop(seq, None)
+                    self._num_said = 0
+                    self._finished.set()
                     self.account.finished(self.number, seq)
                     self.send(cluster.Finished(seq))
                     if self._leaving and not self._running:
@@ -331,6 +367,7 @@ class Tenancy:
                 case Settled(ticket, values, error):
                     self.send(cluster.Answer(ticket, values, error))
                 case Counted(ticket, answers):
+                    self._num_said = 0
                     statistics = tuple(a for a in answers if isinstance(a, Statistics))
                     traces = tuple(a for a in answers if isinstance(a, Trace))
                     self.send(cluster.Traces(ticket, traces) if traces else cluster.Counts(ticket, statistics))
@@ -371,8 +408,10 @@ class Tenancy:
         """The session is over: the client is told, if it is there, and everything is let go."""
         if self.over:
             return
-        self.send(cluster.Ended(error, text, worker))
         self.over = text or error
+        with suppress(ConnectionLostError):  # it may be gone already
+            self.link.send_nowait(codec.encode(cluster.Ended(error, text, worker)))
+        self._finished.set()
         for number in self._opened_on:
             end = self._home.workers.get(number)
             if end is not None:

@@ -286,6 +286,15 @@ class Controller:
     def worker_of(self, kind: str, device: int) -> int | None:
         return self._hosts.get((kind, device))
 
+    @property
+    def num_definitions(self) -> int:
+        """Definitions and programs that are live."""
+        return len(self._definitions) + len(self._programs)
+
+    @property
+    def num_meshes(self) -> int:
+        return len(self._meshes)
+
     def workers_of(self, mesh: int) -> tuple[int, ...]:
         """The workers that host a mesh's devices; () when it is unknown."""
         return self._mesh_workers.get(mesh, ())

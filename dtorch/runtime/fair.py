@@ -18,11 +18,13 @@ from dtorch.runtime.plan import KILL, Begun, Finish, Local, Plan, Replay, Step
 from dtorch.runtime.poison import Poison
 from dtorch.runtime.template import dtype_of
 from dtorch.runtime.turns import Turns
-from dtorch.transport.errors import DTorchError, QuotaError
-from dtorch.transport.messages import Definition
+from dtorch.transport.errors import DTorchError, ProtocolError, QuotaError
+from dtorch.transport.messages import Definition, Program
 
 SMALL_BYTES = 4096
 """Outputs below this are counted with the next look at the stores instead of one by one."""
+MAX_SLOTS = 1 << 20
+"""Tensors that a session may have, and registers of a program."""
 LOOK_CALLS = 4096
 """Calls after which the stores are looked at anew."""
 
@@ -150,6 +152,17 @@ class FairExecutor(Executor):
             return _Stepping(instructions if below is None else below(instructions, index), self._turns, self.session)
 
         return observe
+
+    def plan(self, body: bytes) -> Plan:
+        plan = super().plan(body)
+        if plan.num_slots > MAX_SLOTS:
+            raise ProtocolError(f"slot {plan.num_slots - 1} is beyond the last one, {MAX_SLOTS - 1}")
+        return plan
+
+    def add_program(self, program: Program) -> None:
+        if not 0 <= program.num_registers <= MAX_SLOTS:
+            raise ProtocolError(f"a program of {program.num_registers} registers is beyond the limit of {MAX_SLOTS}")
+        super().add_program(program)
 
     def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
         super().run(seq, body, uploads)

@@ -15,6 +15,9 @@ from .errors import AuthError, ConnectionLostError, ProtocolError
 from .link import CLOSE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, WORKER_PATH, Link, WebSocketLink
 from .messages import PROTOCOL_VERSION, Hello, Welcome
 
+TLS_CLOSING_S = 0.02
+"""What connections with TLS that were closed may take to be let go by the event loop, before it ends."""
+
 
 async def connect(address: str, token: str, hello: Hello) -> Link:
     """Link to the server at ``address`` and say ``hello``.
