@@ -309,7 +309,7 @@ def test_two_busy_tenants_get_alike_and_a_higher_priority_does_not_wait(tmp_path
                 while True:
                     x = x @ x
 
-        threads = [threading.Thread(target=work, args=(s, size)) for s, size in zip(busy, (300, 100), strict=True)]
+        threads = [threading.Thread(target=work, args=(s, size)) for s, size in zip(busy, (400, 250), strict=True)]
         for thread in threads:
             thread.start()
         try:
