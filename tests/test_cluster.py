@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from _cluster import Cluster, cluster
 
 import dtorch
 from dtorch.cli import main
-from dtorch.cluster.remote import trust
+from dtorch.runtime.shares import BURST_S
 from dtorch.session import Session, using
 from dtorch.transport.errors import AuthError, ConnectionLostError, MeshError, QuotaError, SessionClosedError
 
@@ -301,7 +300,14 @@ def test_two_busy_tenants_get_alike_and_a_higher_priority_does_not_wait(tmp_path
     with cluster(tmp_path, "cpu:1") as home:
         busy = [home.session(home.key(name)) for name in ("left", "right")]
         urgent = home.session(home.key("urgent", priority=5))
-        turns = home.workers[0]._turns
+        turns, holds = home.workers[0]._turns, [0]
+        serve = turns._shares.serve
+
+        def noted(session: int, seconds: float) -> None:
+            holds.append(int(seconds * 1e9))
+            serve(session, seconds)
+
+        turns._shares.serve = noted  # type: ignore[method-assign]
 
         def work(session: Session, size: int) -> None:
             with using(session), contextlib.suppress(SessionClosedError):
@@ -328,44 +334,11 @@ def test_two_busy_tenants_get_alike_and_a_higher_priority_does_not_wait(tmp_path
                 session.close()
             for thread in threads:
                 thread.join()
-    assert 0.9 <= left / right <= 1.1
+    # No further apart than what cannot be divided: an op of either (with whatever the machine did meanwhile), and the burst.
+    assert abs(left - right) <= 2 * max(holds) + BURST_S * 1e9
 
 
 # ---- who runs it
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", cert, "-subj", "/CN=head", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
-
-
-def test_everything_can_go_over_tls(tmp_path: Path, certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    cert, key = certificate
-    with cluster(tmp_path, tls_cert=cert, tls_key=key) as home:
-        assert home.head.url.startswith("wss://")
-        for _ in range(2):
-            home.worker("cpu:1", tls=trust(cert))
-        with pytest.raises(ConnectionLostError, match="certificate"):
-            dtorch.connect(home.head.url, home.key("ann"))
-        session = dtorch.connect(home.head.url, home.key("ann"), ca_file=cert)
-        data = torch.randn(600, 600)
-        x = put(data, 2)
-        assert torch.equal((x + x).redistribute(placements=[dtorch.Replicate()]).to_torch(), 2 * data)  # gloo's store too
-        asking = ["--head", home.head.url, "--key", home.key("root", "admin"), "--ca", str(cert)]
-        assert main(["status", *asking]) == 0
-        assert main(["sessions", *asking, "--json"]) == 0
-        shown = capsys.readouterr().out
-        assert "2 cpu, 1 sessions" in shown
-        assert f'"number": {session.number}' in shown
-        dtorch.shutdown()
 
 
 def test_a_revoked_key_ends_its_sessions(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_released_lets_the_others_go_on() -> None:
     turns.add(1, "a", 1.0, 0)
     turns.add(2, "b", 1.0, 0)
     turns.take(1)
-    with turns.released(1):
+    with turns.released(1), turns.released(1):
         turns.take(2)
         turns.give(2)
     turns.give(1)

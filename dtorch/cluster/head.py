@@ -264,7 +264,7 @@ class Head:
         except ConnectionLostError as error:
             logger.debug("a client left in its handshake: %s", error)
         finally:
-            await link.close()
+            await _hang_up(request, link)
         return ws
 
     def _session(self, key: Key, asked: Attach, link: WebSocketLink, address: str) -> Tenancy:
@@ -320,7 +320,7 @@ class Head:
         except ConnectionLostError as error:
             logger.debug("a worker left in its handshake: %s", error)
         finally:
-            await link.close()
+            await _hang_up(request, link)
         return ws
 
     def _enlist(self, asked: Enlist, link: WebSocketLink, address: str) -> WorkerEnd:
@@ -416,6 +416,13 @@ class Head:
         waits_for = sorted(member.sessions)
         self._stop_drained(self.workers[member.number])
         return _json({"worker": member.name, "waits_for_sessions": waits_for})
+
+
+async def _hang_up(request: web.Request, link: WebSocketLink) -> None:
+    """Close a connection after its last word; one with TLS does not wait for the peer to end TLS as well."""
+    await link.close()
+    if request.secure and isinstance(request.transport, asyncio.Transport):
+        request.transport.abort()
 
 
 def _stop(end: WorkerEnd, reason: str) -> None:

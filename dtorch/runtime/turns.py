@@ -117,7 +117,10 @@ class Turns:
 
     @contextmanager
     def released(self, session: int) -> Iterator[None]:
-        """Without the turn inside the block."""
+        """Without the turn inside the block. A block within another changes nothing."""
+        if self._holder != session:
+            yield
+            return
         self.give(session)
         try:
             yield
