@@ -71,6 +71,10 @@ class Lodger:
         self.streams.close()
         self._inbox.put(None)
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 

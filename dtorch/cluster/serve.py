@@ -127,6 +127,7 @@ class PoolWorker:
         self._grace_s = 0.0
         self._host = offer.address
         self._lodgers: dict[int, Lodger] = {}
+        self._ending: list[Lodger] = []  # dropped, and perhaps not done yet
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # random generators of idle sessions
         self._has_cuda = any(kind == "cuda" for kind, _ in offer.devices)
         self._loop = asyncio.get_running_loop()
@@ -226,7 +227,7 @@ class PoolWorker:
             case cluster.Drop(session):
                 lodger = self._lodgers.pop(session, None)
                 if lodger is not None:
-                    lodger.drop()
+                    self._end(lodger)
                 self._states.pop(session, None)
             case Stop():
                 self._stopped = True
@@ -240,9 +241,20 @@ class PoolWorker:
         self._lodgers.clear()
         self._states.clear()
         for lodger in lodgers:
-            lodger.drop()
-        for lodger in lodgers:
+            self._end(lodger)
+        for lodger in self._ending:
             lodger.join(JOIN_S)
+        self._ending = [lodger for lodger in self._ending if lodger.alive]
+
+    def _end(self, lodger: Lodger) -> None:
+        lodger.drop()
+        self._ending = [each for each in self._ending if each.alive]
+        self._ending.append(lodger)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no session's thread is left: one may be held up by what it waits for."""
+        return not self._ending
 
     # ---- for the sessions' threads
 
@@ -313,3 +325,6 @@ async def serve(offer: Offer, say: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.stop)
     await worker.run()
+    if not worker.is_clear:
+        # A thread that the interpreter stops inside of C++ would abort the process.
+        os._exit(0)
