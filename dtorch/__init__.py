@@ -36,23 +36,23 @@ from dtorch.creation import *  # noqa: F403
 from dtorch.creation import __all__ as _creation
 from dtorch import interop as _interop  # noqa: F401  (torch's factories under ``with mesh:``)
 from dtorch.face import TorchTensor
-from dtorch.block_cache import FirstBlockCache, first_block_cache
-from dtorch.distribute import distribute
-from dtorch.explain import explain
-from dtorch.explanation import Explanation
+from dtorch.modules.block_cache import FirstBlockCache, first_block_cache
+from dtorch.modules.distribute import distribute
+from dtorch.forecast.explain import explain
+from dtorch.forecast.record import Explanation
 from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
 from dtorch.policy import auto_redistribute
-from dtorch.profile import profile
+from dtorch.profiling.profile import profile
 from dtorch.scope import session
 from dtorch.session import current_session, init, shutdown
 from dtorch.streams import as_completed
 from dtorch.visual import visualize_sharding
-from dtorch.weights import load_safetensors
-from dtorch.loading import load_into
-from dtorch.pretrained import empty_init, from_pretrained
-from dtorch.saving import save_safetensors
+from dtorch.weights.reading import load_safetensors
+from dtorch.weights.loading import load_into
+from dtorch.weights.pretrained import empty_init, from_pretrained
+from dtorch.weights.saving import save_safetensors
 from dtorch.runtime.recorder import CaptureError
 from dtorch.transport.errors import (
     AuthError,

@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 
 from dtorch import policy
 from dtorch.arguments import changes, facts, key_of, modules_of, refuse, tensors_in
-from dtorch.around import Enter
 from dtorch.face import TorchTensor, faced
 from dtorch.frames import source
 from dtorch.lines import place as line_place
 from dtorch.mesh import current_mesh
+from dtorch.modules.around import Enter
 from dtorch.ops import _alias
 from dtorch.runtime.recorder import Captured, CaptureError, Recorder, Signature, locate
 from dtorch.session import Session, current_session

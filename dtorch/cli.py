@@ -106,7 +106,7 @@ def _missing() -> int:
 
 
 def _explain(chosen: argparse.Namespace) -> int:
-    from dtorch.explaining import UsageError, explain_target
+    from dtorch.forecast.command import UsageError, explain_target
 
     try:
         found = explain_target(

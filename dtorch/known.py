@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from dtorch import assemble
+from dtorch.forecast.traffic import is_view
 from dtorch.ops.table import resolve
 from dtorch.runtime.executor import Executor
 from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.template import dtype_of
 from dtorch.spec import Spec
-from dtorch.traffic import is_view
 from dtorch.transport.messages import Blob, Definition, MeshInfo
 
 SMALL_BYTES = 64 * 1024

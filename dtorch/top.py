@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtorch.timeline import table
+from dtorch.profiling.timeline import table
 
 NAME = "top"
 PATTERN = "dtorch-*"

@@ -13,7 +13,7 @@ import torch
 import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard
 from dtorch.cli import main
-from dtorch.explaining import UsageError, inputs_of, mesh_of, plan_of
+from dtorch.forecast.command import UsageError, inputs_of, mesh_of, plan_of
 
 MESH = dtorch.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
 

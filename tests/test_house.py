@@ -48,7 +48,7 @@ DECIDERS = (
     "runtime/safetensors.py",
     "runtime/slots.py",
     "runtime/template.py",
-    "timeline.py",
+    "profiling/timeline.py",
     "runtime/windows.py",
     "transport/cluster.py",
     "transport/codec.py",

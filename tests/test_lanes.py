@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
-from dtorch.lanes import LABEL, WIDTH, lanes_svg
-from dtorch.timeline import Event
+from dtorch.profiling.lanes import LABEL, WIDTH, lanes_svg
+from dtorch.profiling.timeline import Event
 
 EVENTS = [
     Event("worker 0", "cpu:10 compute", "compute", "torch.add", 50.0, 25.0, line="a.py:3"),

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import dtorch
-from dtorch import DeviceMesh, Replicate, Shard, timeline
+from dtorch import DeviceMesh, Replicate, Shard
+from dtorch.profiling import timeline
+from dtorch.profiling.timeline import Call, Event, clock_offset_ns, covered_us
 from dtorch.runtime import promise, tracing
 from dtorch.runtime.tracing import COMPUTE, DeviceClock, Spans, Tracer
 from dtorch.session import current_session
-from dtorch.timeline import Call, Event, clock_offset_ns, covered_us
 from dtorch.transport.messages import Trace
 
 MESH = DeviceMesh("cpu", [0, 1])

@@ -175,7 +175,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("os.posix_fallocate", no_room)
     with pytest.raises(OSError, match="No space"):
         dtorch.save_safetensors({"x": dtorch.zeros(3, device_mesh=mesh)}, path)
-    monkeypatch.setattr("dtorch.saving._Writer.finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr("dtorch.weights.saving._Writer.finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     monkeypatch.setattr("os.posix_fallocate", lambda *facts: None)
     with pytest.raises(KeyboardInterrupt):
         dtorch.save_safetensors({"x": dtorch.zeros(3, device_mesh=mesh)}, path)

@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
-from dtorch.auto_plan import make_plan
-from dtorch.blocks import assign, blocks
+from dtorch.modules.auto_plan import make_plan
+from dtorch.modules.blocks import assign, blocks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

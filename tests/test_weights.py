@@ -13,9 +13,9 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
-from dtorch.progress import Progress
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels.file import read_box, write_box
+from dtorch.weights.progress import Progress
 
 st = pytest.importorskip("safetensors.torch")
 
@@ -162,9 +162,9 @@ def test_a_file_that_a_worker_does_not_find_is_an_error_of_the_value(tmp_path: P
     st.save_file({"x": torch.ones(3)}, path)
     mesh = mesh_of((2,))
     dtorch.load_safetensors(path, mesh)["x"].to_torch()
-    from dtorch.checkpoint import open_checkpoint
     from dtorch.session import current_session
-    from dtorch.weights import Reader
+    from dtorch.weights.checkpoint import open_checkpoint
+    from dtorch.weights.reading import Reader
 
     reader = Reader(open_checkpoint(path), current_session())
     path.unlink()
@@ -317,7 +317,7 @@ class Bar:
 
 def test_a_bar_is_for_long_work_that_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = Bar()
-    monkeypatch.setattr("dtorch.progress._bar", lambda total, title: bar)
+    monkeypatch.setattr("dtorch.weights.progress._bar", lambda total, title: bar)
     with Progress(1 << 40, "x") as quiet:  # standard error is no terminal here
         quiet.add(1 << 30)
     assert bar.counts == []

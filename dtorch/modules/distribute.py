@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dtorch.around import Back, Enter, Gather, Leave, Move, SplitTokens
-from dtorch.auto_plan import make_plan
-from dtorch.blocks import all_stages, borders, inside
-from dtorch.experts import exchange_tokens
 from dtorch.face import TorchTensor, faced
 from dtorch.mesh import DeviceMesh
+from dtorch.modules.around import Back, Enter, Gather, Leave, Move, SplitTokens
+from dtorch.modules.auto_plan import make_plan
+from dtorch.modules.blocks import all_stages, borders, inside
+from dtorch.modules.experts import exchange_tokens
+from dtorch.modules.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes
 from dtorch.placement import Placement
-from dtorch.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor
 
@@ -134,7 +134,7 @@ def _source(weights: str | os.PathLike[str] | Source | None, module: torch.nn.Mo
     if weights is None:
         return nullcontext()
     if isinstance(weights, (str, os.PathLike)):
-        from dtorch.loading import Weights
+        from dtorch.weights.loading import Weights
 
         return Weights(weights, module, progress)
     return weights

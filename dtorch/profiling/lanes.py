@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from dtorch.timeline import Event, row_key
+from dtorch.profiling.timeline import Event, row_key
 
 WIDTH, ROW, LABEL = 860, 16, 190
 MAX_BARS = 1500

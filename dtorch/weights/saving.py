@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from dtorch.blocking import check_loop
-from dtorch.checkpoint import INDEX, index_files, shards
 from dtorch.creation import zeros
 from dtorch.face import TorchTensor
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Replicate, Shard
-from dtorch.progress import Progress
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels.file import write_box
 from dtorch.runtime.recorder import Signature
@@ -34,6 +32,8 @@ from dtorch.spec import STALE, Spec
 from dtorch.tensor import Tensor
 from dtorch.transport.errors import DTorchError
 from dtorch.transport.messages import Definition
+from dtorch.weights.checkpoint import INDEX, index_files, shards
+from dtorch.weights.progress import Progress
 
 _new = object.__new__
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from dtorch.blocks import LISTS, blocks, even_stages, inside, stacked
 from dtorch.mesh import DeviceMesh
-from dtorch.plans import STAGE_AXIS, Plan, Style, keep_ties, read, sizes, usual_axis
+from dtorch.modules.blocks import LISTS, blocks, even_stages, inside, stacked
+from dtorch.modules.plans import STAGE_AXIS, Plan, Style, keep_ties, read, sizes, usual_axis
 
 _FROM_TRANSFORMERS = {
     "colwise": "colwise",

@@ -11,15 +11,15 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from dtorch import timeline
 from dtorch.failures import describe
-from dtorch.lanes import lanes_svg
 from dtorch.lines import place as line_place
+from dtorch.profiling import timeline
+from dtorch.profiling.lanes import lanes_svg
+from dtorch.profiling.timeline import Call, DeviceTime, Event, OpTime
 from dtorch.runtime import promise
 from dtorch.runtime.recorder import locate
 from dtorch.runtime.tracing import Spans
 from dtorch.session import Session, SignatureFacts, current_session
-from dtorch.timeline import Call, DeviceTime, Event, OpTime
 from dtorch.transport.errors import DTorchError
 from dtorch.transport.messages import Trace
 

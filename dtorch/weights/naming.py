@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dtorch.checkpoint import Checkpoint, Stored
+from dtorch.weights.checkpoint import Checkpoint, Stored
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dtorch.blocks import blocks
+from dtorch.modules.blocks import blocks
 
 MAX_KINDS = 8
 """Kinds of call (by the shapes of the first layer's inputs) whose residuals are kept; past it the oldest is forgotten."""

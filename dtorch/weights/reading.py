@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from dtorch.auto_plan import make_plan
-from dtorch.checkpoint import Checkpoint, Stored, open_checkpoint
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
+from dtorch.modules.auto_plan import make_plan
+from dtorch.modules.plans import near
+from dtorch.modules.plans import placements as split_of
 from dtorch.placement import Placement, Replicate, normalize
-from dtorch.plans import near
-from dtorch.plans import placements as split_of
-from dtorch.progress import Progress
 from dtorch.runtime.recorder import Signature
 from dtorch.runtime.template import dtype_of
 from dtorch.session import Session, current_session
 from dtorch.spec import Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.messages import Definition
+from dtorch.weights.checkpoint import Checkpoint, Stored, open_checkpoint
+from dtorch.weights.progress import Progress
 
 _new = object.__new__
 Plan = dict[Any, Any] | str | None

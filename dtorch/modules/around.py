@@ -14,9 +14,9 @@ import torch
 from dtorch.face import TorchTensor, faced
 from dtorch.interop import factories_off, factories_on
 from dtorch.mesh import DeviceMesh
+from dtorch.modules.plans import BATCH_AXES, SEQUENCE_AXES
 from dtorch.ops._call import refuse_without_values
 from dtorch.placement import Placement, Replicate, Shard
-from dtorch.plans import BATCH_AXES, SEQUENCE_AXES
 from dtorch.session import current_session
 from dtorch.tensor import Tensor
 

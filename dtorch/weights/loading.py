@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from dtorch.checkpoint import Checkpoint, Stored, open_checkpoint
 from dtorch.face import TorchTensor, faced
 from dtorch.mesh import DeviceMesh
-from dtorch.naming import Names, names_of
 from dtorch.placement import Placement, Replicate, Shard
-from dtorch.progress import Progress
 from dtorch.session import current_session
 from dtorch.tensor import Tensor
-from dtorch.weights import Reader
+from dtorch.weights.checkpoint import Checkpoint, Stored, open_checkpoint
+from dtorch.weights.naming import Names, names_of
+from dtorch.weights.progress import Progress
+from dtorch.weights.reading import Reader
 
 
 def load_into(

@@ -13,10 +13,10 @@ import msgspec
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dtorch.distribute import distribute
-from dtorch.loading import Parts, Weights
 from dtorch.mesh import DeviceMesh
+from dtorch.modules.distribute import distribute
 from dtorch.tensor import Tensor
+from dtorch.weights.loading import Parts, Weights
 
 _empty: ContextVar[bool] = ContextVar("dtorch_empty_init", default=False)
 

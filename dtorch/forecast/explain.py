@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from dtorch.distribute import distribute
-from dtorch.dry import DrySession, NoValuesError
-from dtorch.explanation import CommunicationRow, DeviceRow, Explanation, ParameterRow
 from dtorch.face import TorchTensor, faced
+from dtorch.forecast.dry import DrySession, NoValuesError
+from dtorch.forecast.record import CommunicationRow, DeviceRow, Explanation, ParameterRow
+from dtorch.forecast.traffic import Meter, held, peak_bytes
 from dtorch.frames import INSIDE, source
 from dtorch.lines import place as line_place
 from dtorch.mesh import DeviceMesh
+from dtorch.modules.distribute import distribute
 from dtorch.nn.module import watchers
 from dtorch.placement import Placement, normalize
-from dtorch.pretrained import empty_init
 from dtorch.runtime.plan import Step, steps_of
 from dtorch.runtime.recorder import locate
 from dtorch.session import using
 from dtorch.spec import contiguous_stride
 from dtorch.tensor import Tensor
-from dtorch.traffic import Meter, held, peak_bytes
+from dtorch.weights.pretrained import empty_init
 
 Make = Callable[[], Any]
 

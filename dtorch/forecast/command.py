@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import torch
 
-from dtorch.explain import explain, explain_script
-from dtorch.explanation import Explanation
+from dtorch.forecast.explain import explain, explain_script
+from dtorch.forecast.record import Explanation
 from dtorch.mesh import DeviceMesh, init_device_mesh
-from dtorch.plans import near
-from dtorch.pretrained import empty_module
+from dtorch.modules.plans import near
+from dtorch.weights.pretrained import empty_module
 
 AXES = {1: ("tp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
 """Names that the axes of a mesh have by default."""

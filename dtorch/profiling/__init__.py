@@ -1,0 +1,1 @@
+"""``dtorch.profile``: what ran when, as tables, traces and pictures."""
