@@ -43,6 +43,7 @@ from dtorch.forecast.record import Explanation
 from dtorch.finite import check_finite
 from dtorch.inspection import HeldPiece, Inspection, inspect
 from dtorch.ops.custom import register_op
+from dtorch.plan_view import ModulePlan, plan_of
 from dtorch.policy import auto_redistribute
 from dtorch.profiling.profile import profile
 from dtorch.scope import session
@@ -84,6 +85,7 @@ __all__ = [
     "Inspection",
     "MemoryStats",
     "MeshError",
+    "ModulePlan",
     "NonFiniteError",
     "OpError",
     "Partial",
@@ -119,6 +121,7 @@ __all__ = [
     "manual_seed",
     "memory_stats",
     "memory_stats_async",
+    "plan_of",
     "profile",
     "register_op",
     "save_safetensors",

@@ -19,8 +19,8 @@ MAX_SHOWN = 12
 """Rows, and columns, of a grid; of longer ones the middle is left out."""
 
 _ANSI = (117, 156, 222, 217, 183, 159, 229, 252)  # of the 256 colours; all light, under black text
-_LIGHT = ("#bfe3ff", "#c9f0c4", "#ffe0a8", "#ffd0cf", "#e3d0ff", "#c2f2f0", "#f6f3b4", "#dcdfe4")
-_DARK = ("#1f4e75", "#2a5d33", "#6f4f12", "#743535", "#523a80", "#1c5b5a", "#5c5a1b", "#454b55")
+LIGHT = ("#bfe3ff", "#c9f0c4", "#ffe0a8", "#ffd0cf", "#e3d0ff", "#c2f2f0", "#f6f3b4", "#dcdfe4")
+DARK = ("#1f4e75", "#2a5d33", "#6f4f12", "#743535", "#523a80", "#1c5b5a", "#5c5a1b", "#454b55")
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,10 @@ _STYLE = (
     ".dtorch-view th{font-weight:normal;opacity:.7;padding:2px 8px;text-align:center}"
     ".dtorch-view td{border:1px solid rgba(128,128,128,.6);padding:4px 12px;text-align:center;font-family:monospace}"
     ".dtorch-view pre{margin:4px 0}"
-    + _rules(_LIGHT, "#111")
-    + f"@media (prefers-color-scheme: dark){{{_rules(_DARK, '#eee')}}}"
+    + _rules(LIGHT, "#111")
+    + f"@media (prefers-color-scheme: dark){{{_rules(DARK, '#eee')}}}"
     # a notebook's own theme goes before the system's
-    + _rules(_LIGHT, "#111", '[data-jp-theme-light="true"] ')
-    + _rules(_DARK, "#eee", '[data-jp-theme-light="false"] ')
+    + _rules(LIGHT, "#111", '[data-jp-theme-light="true"] ')
+    + _rules(DARK, "#eee", '[data-jp-theme-light="false"] ')
 )
 

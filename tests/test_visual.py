@@ -170,3 +170,32 @@ def test_summaries_of_odd_values() -> None:
     assert summary(torch.tensor(1.0)) == summary(torch.ones(2, dtype=torch.bool)) == ""
     assert summary(torch.full((2,), float("inf"))) == "2 infinite"
     assert summary(torch.tensor([1, 3])) == "min 1, max 3, mean 2"
+
+
+def test_the_plan_of_a_module_shows_who_holds_what(mesh: DeviceMesh) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)), torch.nn.Linear(4, 6, bias=False))
+    dtorch.distribute(model, mesh, {"0": "colwise", "1": "colwise", "2": "rowwise"})
+    plan = dtorch.plan_of(model)
+    assert [(row.name, row.count) for row in plan.rows] == [
+        ("*.weight", 2), ("*.bias", 2), ("2.weight", 1), ("2.bias", 1), ("3.weight", 1)
+    ]  # fmt: skip
+    assert plan.rows[0].placed == "dp: Replicate(), tp: Shard(dim=0)"
+    held = 2 * (8 + 2) * 4 + (8 + 4) * 4 + 24 * 4
+    assert plan.bytes_by_device == {f"cpu:{i}": held for i in range(4)}
+    assert "*.weight (x2)  float32[4, 4]" in str(plan)
+    assert "cpu:0,2 | cpu:1,3" in str(plan)
+    page = plan._repr_html_()
+    HTMLParser().feed(page)
+    assert page.count("class='grid'") == 5
+    assert page.count("class='bar") == 4
+    assert "prefers-color-scheme: dark" in page
+    with pytest.raises(ValueError, match=r"no parameter of Linear is on a mesh; dtorch\.distribute"):
+        dtorch.plan_of(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="expected a module, got int"):
+        dtorch.plan_of(3)
+
+
+def test_the_plan_of_a_native_module(mesh: DeviceMesh) -> None:
+    with mesh:
+        layer = dtorch.nn.ColumnParallelLinear(4, 6)
+    assert dtorch.plan_of(layer).rows[0].about.placements == layer.weight.placements
