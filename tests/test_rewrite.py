@@ -15,6 +15,7 @@ import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.runtime.comm import Wire, merged, split
 from dtorch.runtime.executor import Executor
+from dtorch.runtime.kernels.into import into
 from dtorch.runtime.plan import steps_of
 from dtorch.runtime.rewrite import RULES, chosen, rewrite
 from dtorch.runtime.rewrite.block import Block
@@ -303,3 +304,12 @@ def test_a_worker_a_device_overlaps_and_coalesces_with_the_same_bits(workers: st
     dtorch.init(workers=workers)
     for none, every in zip(*found, strict=True):
         assert torch.equal(none, every)
+
+
+def test_silu_into_its_input_leaves_out_the_flag_that_only_the_plain_one_has() -> None:
+    layout = Layout(0, (3,), "float32", (-1,))
+    call = Definition(0, "torch.nn.functional.silu", "local", [["t", 0]], {"inplace": False}, (layout,), (layout,), (), {})
+    x = torch.tensor([1.0, -2.0, 3.0])
+    want = torch.nn.functional.silu(x)
+    assert into(call, 0, torch.nn.functional.silu, torch.device("cpu"))(x) is x
+    assert torch.equal(x, want)

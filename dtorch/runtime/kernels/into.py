@@ -21,9 +21,11 @@ def into(
     (an input that failed) raises, as it does in ``plain``.
     """
     num = len(definition.inputs)
-    out = {**definition.kwargs, "out": ["t", position]}
+    # torch.nn.functional.silu(x, inplace) has an argument that the function with ``out`` lacks
+    args = definition.args[:1] if definition.op.endswith(".silu") else definition.args
+    out = {**{k: v for k, v in definition.kwargs.items() if k != "inplace"}, "out": ["t", position]}
     f = _with_out(definition.op)
-    write = bind(f, definition.args, out, Filler(device, []), num, num_numbers(definition))
+    write = bind(f, args, out, Filler(device, []), num, num_numbers(definition))
     first, second = ["t", 0], ["t", 1]
     if definition.args == [first, second] and not definition.kwargs:
         if position == 0:
