@@ -64,6 +64,9 @@ def _add_head(commands: Any) -> None:
         "--grace", type=float, default=3.0, metavar="S", help="a client without a connection for S seconds is gone (3)"
     )
     head.add_argument("--worker-grace", type=float, default=0.8, metavar="S", help="the same of a worker (0.8)")
+    head.add_argument(
+        "--frozen", type=float, default=10.0, metavar="S", help="a worker that answers nothing for S seconds is lost (10)"
+    )
 
 
 def _head(chosen: argparse.Namespace) -> int:
@@ -76,7 +79,7 @@ def _head(chosen: argparse.Namespace) -> int:
         raise ValueError("--tls-cert and --tls-key go together")
     options = Options(
         host.strip("[]"), int(port), chosen.tls_cert, chosen.tls_key, chosen.keys, chosen.audit, chosen.grace,
-        chosen.worker_grace,
+        chosen.worker_grace, chosen.frozen,
     )
 
     async def serve() -> None:

@@ -33,7 +33,7 @@ from dtorch.cluster.quotas import Account
 from dtorch.cluster.refusals import Refusals
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.transport import codec
-from dtorch.transport.cluster import Attach, Attached, Devices, Ended, Enlist, Enlisted, ToClient, ToPoolWorker
+from dtorch.transport.cluster import Attach, Attached, Credit, Devices, Ended, Enlist, Enlisted, ToClient, ToPoolWorker
 from dtorch.transport.dial import TLS_CLOSING_S, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
@@ -48,7 +48,7 @@ WORKER_PATH = "/v1/worker"
 CLIENT_FRAME_BYTES = 16 * 1024 * 1024
 """A client's frame above this is not even read."""
 HANDSHAKE_S = 10.0
-TICK_S = 1.0
+TICK_S = 0.5
 STALL_S = 30.0
 """A client that acknowledges nothing for so long while bytes wait for it does not read, and is cut off."""
 
@@ -67,6 +67,8 @@ class Options:
         audit: where to log, see ``audit.py``; None for nowhere.
         grace_s: how long a client may be without a connection before its session ends.
         worker_grace_s: the same of a worker.
+        frozen_s: a worker that has a connection and answers nothing for so long is given up. A call that keeps the
+            interpreter's lock, on a machine that is overloaded, may keep it from answering for seconds.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +79,7 @@ class Options:
     audit: Path | None = None
     grace_s: float = 3.0
     worker_grace_s: float = 0.8
+    frozen_s: float = 10.0
 
 
 class Head:
@@ -162,7 +165,7 @@ class Head:
         return task
 
     async def _watch(self) -> None:
-        """Once a second: are keys revoked, does anybody not read?"""
+        """From time to time: are keys revoked, does anybody not read, does a worker not answer?"""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
@@ -172,6 +175,8 @@ class Head:
                 logger.error("the file of keys cannot be read: %s", error)
             for tenancy in list(self.sessions.values()):
                 self._end_stalled(tenancy, loop.time())
+            for end in list(self.workers.values()):
+                await self._look_after(end, loop.time())
 
     def _end_revoked(self) -> None:
         known = {key.id: key for key in self.keys.entries()}
@@ -191,6 +196,21 @@ class Head:
             self._stalls[tenancy.number] = (acknowledged, now)
         elif now - since > STALL_S:
             tenancy.end("ProtocolError", f"the client has read nothing for {STALL_S:g} s")
+
+    async def _look_after(self, end: WorkerEnd, now: float) -> None:
+        """Speak to a worker, so that it has something to acknowledge; give it up when it does not.
+
+        Its event loop has a thread of its own and answers while ops run. Only an answer that is owed for long counts: a
+        break of the connection is the link's own affair.
+        """
+        link = end.link
+        if not link.connected or not link.pending_bytes or link.acknowledged != end.acknowledged:
+            end.acknowledged, end.heard = link.acknowledged, now
+        elif now - end.heard > self.options.frozen_s:
+            end.reason = f"it has not answered for {self.options.frozen_s:g} s"
+            await link.close(end.reason)
+            return
+        end.send(Credit(0, 0))
 
     # ---- who may
 

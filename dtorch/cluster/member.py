@@ -33,6 +33,8 @@ class WorkerEnd:
         self.link = link
         self.address = address
         self.ticket = f"{member.number}.{secrets.token_urlsafe(32)}"
+        self.acknowledged = 0  # number of the last frame that it is known to have
+        self.heard = 0.0  # when that was last seen to change, or nothing was owed
         self.reason = ""  # why it is about to be given up
 
     @property
