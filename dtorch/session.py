@@ -19,7 +19,7 @@ import torch
 
 from dtorch.failures import Failures, note, with_notes
 from dtorch.fetches import INLINE_BYTES, Fetches
-from dtorch.frames import source
+from dtorch.frames import source, where
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
@@ -108,6 +108,8 @@ class Session:
         # All workers draw alike, whatever the preloaded process has in its generator.
         self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
+        if not isinstance(self.thread, ControllerThread):
+            self.recorder.where = where
         self._fetches = Fetches(self.recorder, self._pool, self._failures)
 
     def _start(self, options: Options, number: int) -> Wires:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import dtorch
 from dtorch.cluster.keys import Key
 from dtorch.cluster.member import WorkerEnd
+from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Pool
 from dtorch.cluster.quotas import Account, Limits
 from dtorch.cluster.tenancy import Tenancy
@@ -138,6 +139,7 @@ class Home:
         near, self.worker_side = memory_pair()
         end = WorkerEnd(self.pool.enlist([("cpu", 0), ("cpu", 1)]), DurableLink(near, 1.0), "")
         self.workers = {end.number: end}
+        self.meter = Meter()
         self.over: list[int] = []
 
     def ended(self, tenancy: Tenancy) -> None:
@@ -371,6 +373,9 @@ async def test_requests_without_a_key_get_nothing(home: Cluster, tmp_path: Path)
     async with aiohttp.ClientSession() as http:
         async with http.get(base + "/healthz") as answer:
             assert answer.status == 200
-        for path in ("/v1/status", "/v1/sessions", "/v1/client", "/v1/worker", "/v1/store/get", "/../keys.json", "/"):
+        for path in (
+            "/v1/status", "/v1/sessions", "/v1/client", "/v1/worker", "/v1/store/get", "/../keys.json", "/metrics",
+            "/api/v1/usage", "/nothing",
+        ):  # "/" is the page, which holds nothing of anybody
             async with http.get(base + path) as answer:
                 assert answer.status in (401, 404, 405)

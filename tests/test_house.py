@@ -26,6 +26,7 @@ def words(text: str) -> tuple[str, ...]:
 
 DECIDERS = (
     "assemble.py",
+    "cluster/ledger.py",
     "cluster/pool.py",
     "cluster/quotas.py",
     "cluster/refusals.py",

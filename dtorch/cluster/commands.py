@@ -1,4 +1,4 @@
-"""The cluster's part of the command line: head, worker, status, sessions, drain, keys."""
+"""The cluster's part of the command line: head, worker, status, sessions, usage, drain, keys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -32,6 +33,10 @@ def add_commands(commands: Any) -> None:
     drain = commands.add_parser("drain", help="let a worker finish what it has and leave")
     drain.add_argument("worker", help="its name or number")
     _add_asking(drain)
+    usage = commands.add_parser("usage", help="show what was used: device seconds, bytes, ops")
+    usage.add_argument("--tenant", default="", metavar="NAME", help="of this one alone")
+    usage.add_argument("--sessions", action="store_true", help="by session, with those that have ended")
+    _add_asking(usage)
     _add_keys(commands)
 
 
@@ -39,6 +44,7 @@ def run_command(chosen: argparse.Namespace) -> int | None:
     """Run a command of ``add_commands``; None when it is another one. The answer is the exit status."""
     runs = {
         "head": _head, "worker": _worker, "status": _status, "sessions": _sessions, "drain": _drain, "keys": _keys,
+        "usage": _usage,
     }
     run = runs.get(chosen.command)
     if run is None:
@@ -63,6 +69,8 @@ def _add_head(commands: Any) -> None:
     head.add_argument(
         "--grace", type=float, default=3.0, metavar="S", help="a client without a connection for S seconds is gone (3)"
     )
+    head.add_argument("--usage", type=Path, metavar="FILE", help="keep what was used, a JSON object a line")
+    head.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
     head.add_argument("--worker-grace", type=float, default=0.8, metavar="S", help="the same of a worker (0.8)")
     head.add_argument(
         "--frozen", type=float, default=10.0, metavar="S", help="a worker that answers nothing for S seconds is lost (10)"
@@ -79,7 +87,7 @@ def _head(chosen: argparse.Namespace) -> int:
         raise ValueError("--tls-cert and --tls-key go together")
     options = Options(
         host.strip("[]"), int(port), chosen.tls_cert, chosen.tls_key, chosen.keys, chosen.audit, chosen.grace,
-        chosen.worker_grace, chosen.frozen,
+        chosen.worker_grace, chosen.frozen, chosen.usage, chosen.open_metrics,
     )
 
     async def serve() -> None:
@@ -268,6 +276,28 @@ def _drain(chosen: argparse.Namespace) -> int:
         return _print_json(facts)
     waits = ", ".join(map(str, facts["waits_for_sessions"]))
     print(f"{facts['worker']} leaves " + (f"once these sessions have ended: {waits}" if waits else "now"))
+    return 0
+
+
+def _usage(chosen: argparse.Namespace) -> int:
+    if chosen.sessions:
+        facts = _ask(chosen, "GET", "/api/v1/sessions?ended=1") + _ask(chosen, "GET", "/api/v1/sessions")
+        facts = [each for each in facts if chosen.tenant in ("", each["tenant"])]
+    else:
+        facts = _ask(chosen, "GET", f"/api/v1/usage?{urlencode({'tenant': chosen.tenant})}")
+    if chosen.json:
+        return _print_json(facts)
+    about = ("session", "tenant", "name") if chosen.sessions else ("tenant",)
+    keys = [{"session": "number"}.get(name, name) for name in about]
+    rows = [
+        (
+            *(str(each[key]) for key in keys), f"{each['device_seconds']:.3f}", f"{each['byte_seconds']:.4g}",
+            *(str(each[f"{name}_bytes"]) for name in ("held", "uploaded", "fetched", "exchanged")),
+            str(each["num_ops"]), ",".join(f"{op}={count}" for op, count in list(each["ops"].items())[:3]),
+        )
+        for each in facts
+    ]
+    _table((*about, "device s", "byte s", "held", "uploaded", "fetched", "exchanged", "ops", "most"), rows)
     return 0
 
 

@@ -7,7 +7,8 @@ only on the way from and to clients, in parts that it does not look into.
     POST /v1/store/<operation>         the workers' rendezvous
     GET  /v1/status, /v1/sessions      JSON
     POST /v1/drain/<worker>            JSON; for keys of the role "admin"
-    GET  /healthz                      200, for probes; the only one that needs no key
+    GET  /healthz                      200, for probes; needs no key
+    GET  /, /metrics, /api/v1/...      see ``sight.py``
 """
 
 from __future__ import annotations
@@ -28,12 +29,25 @@ from aiohttp import WSCloseCode, web
 from dtorch.cluster.audit import Audit
 from dtorch.cluster.keys import Key, KeyFile
 from dtorch.cluster.member import ForSession, WorkerEnd
+from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Pool
 from dtorch.cluster.quotas import Account
 from dtorch.cluster.refusals import Refusals
+from dtorch.cluster.sight import KEY, Sight, role_for
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.transport import codec
-from dtorch.transport.cluster import Attach, Attached, Credit, Devices, Ended, Enlist, Enlisted, ToClient, ToPoolWorker
+from dtorch.transport.cluster import (
+    Attach,
+    Attached,
+    Credit,
+    Devices,
+    Ended,
+    Enlist,
+    Enlisted,
+    Load,
+    ToClient,
+    ToPoolWorker,
+)
 from dtorch.transport.dial import TLS_CLOSING_S, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
@@ -53,7 +67,6 @@ STALL_S = 30.0
 """A client that acknowledges nothing for so long while bytes wait for it does not read, and is cut off."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_KEY = web.RequestKey("key", Key)
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,8 @@ class Options:
         worker_grace_s: the same of a worker.
         frozen_s: a worker that has a connection and answers nothing for so long is given up. A call that keeps the
             interpreter's lock, on a machine that is overloaded, may keep it from answering for seconds.
+        usage: where to keep what was used, see ``meter.py``; None for nowhere.
+        open_metrics: whether /metrics needs no key.
     """
 
     host: str = "127.0.0.1"
@@ -80,6 +95,8 @@ class Options:
     grace_s: float = 3.0
     worker_grace_s: float = 0.8
     frozen_s: float = 10.0
+    usage: Path | None = None
+    open_metrics: bool = False
 
 
 class Head:
@@ -93,6 +110,7 @@ class Head:
         self.accounts: dict[str, Account] = {}  # by name of the key
         self.keys = KeyFile(options.keys)
         self.audit = Audit(options.audit)
+        self.meter = Meter(options.usage)
         self.url = ""
         self._last_session = 0
         self._refusals = Refusals()
@@ -101,7 +119,7 @@ class Head:
         self._watching: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._stalls: dict[int, tuple[int, float]] = {}  # session -> what the client has acknowledged, since when
-        self._started = time.time()
+        self.started = time.time()
 
     # ---- start and stop
 
@@ -126,6 +144,7 @@ class Head:
         app.router.add_post("/v1/drain/{worker}", self._drain)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_routes(self._store.routes())
+        app.router.add_routes(Sight(self).routes())
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_TIMEOUT_S)
         await self._runner.setup()
         try:
@@ -157,6 +176,7 @@ class Head:
             await asyncio.sleep(TLS_CLOSING_S)
         self.audit.note("head stopped")
         self.audit.close()
+        self.meter.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -169,6 +189,7 @@ class Head:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
+            self.meter.tick()
             try:
                 self._end_revoked()
             except (OSError, ValueError) as error:
@@ -216,7 +237,8 @@ class Head:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == "/healthz":
+        needed = role_for(request.path, self.options.open_metrics) or _role(request)
+        if needed == "nobody":
             return await handler(request)
         now = asyncio.get_running_loop().time()
         address = request.remote or "?"
@@ -229,11 +251,10 @@ class Head:
             self._refusals.refused(address, now)
             self.audit.note("key refused", address=address, path=request.path)
             raise web.HTTPUnauthorized(text=str(error)) from None
-        needed = _role(request)
         if needed is not None and key.role not in (needed, "admin"):
             self.audit.note("role refused", address=address, path=request.path, key=key.id, role=key.role)
             raise web.HTTPForbidden(text=f"this needs a key of the role {needed!r}, not {key.role!r}")
-        request[_KEY] = key
+        request[KEY] = key
         return await handler(request)
 
     async def _first(self, request: web.Request) -> tuple[web.WebSocketResponse, WebSocketLink, bytes | None]:
@@ -258,7 +279,7 @@ class Head:
     # ---- clients
 
     async def _client(self, request: web.Request) -> web.StreamResponse:
-        key = request[_KEY]
+        key = request[KEY]
         ws, link, frame = await self._first(request)
         if frame is None:
             return ws
@@ -304,12 +325,14 @@ class Head:
         self._last_session = new
         durable = DurableLink(link, self.options.grace_s)
         tenancy = self.sessions[new] = Tenancy(new, key, account, durable, self, asked.name[:100])
+        self.meter.opened(new, key.name, tenancy.name)
         self.audit.note("session opened", session=new, key=key.id, tenant=key.name, address=address)
         return tenancy
 
     def ended(self, tenancy: Tenancy) -> None:
         """A session is over and has let everything go."""
         self.sessions.pop(tenancy.number, None)
+        self.meter.ended(tenancy.number, tenancy.error, tenancy.over)
         self._stalls.pop(tenancy.number, None)
         self._store.state.delete_prefix(f"{tenancy.number}/")
         self.audit.note("session ended", session=tenancy.number, key=tenancy.key.id, reason=tenancy.over)
@@ -354,6 +377,7 @@ class Head:
             raise ProtocolError(f"a worker offers distinct devices, not {asked.devices}")
         member = self.pool.enlist(asked.devices, asked.name, asked.labels)
         end = self.workers[member.number] = WorkerEnd(member, DurableLink(link, self.options.worker_grace_s), address)
+        self.meter.joined(member.number)
         self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
         self._tell_devices()
         return end
@@ -367,12 +391,17 @@ class Head:
         await end.link.close(reason)
         self.workers.pop(end.number, None)
         self.pool.remove(end.number)
+        self.meter.gone(end.number, end.member.name, reason, asked=end.asked)
         self.audit.note("worker left", worker=end.member.name, reason=reason)
         for tenancy in list(self.sessions.values()):
             tenancy.worker_gone(end.number, reason)
         self._tell_devices()
 
-    def _route(self, end: WorkerEnd, message: ForSession, frame: bytes) -> None:
+    def _route(self, end: WorkerEnd, message: ForSession | Load, frame: bytes) -> None:
+        self.meter.heard(end.number)
+        if isinstance(message, Load):
+            self.meter.loaded(end.number, message)
+            return
         tenancy = self.sessions.get(message.session)
         if tenancy is not None:
             tenancy.received(end, message, frame)
@@ -404,13 +433,13 @@ class Head:
             for end in self.workers.values()
         ]
         facts = {
-            "url": self.url, "since": self._started, "devices": self.pool.counts(), "num_sessions": len(self.sessions),
+            "url": self.url, "since": self.started, "devices": self.pool.counts(), "num_sessions": len(self.sessions),
             "workers": workers,
         }
         return _json(facts)
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
-        key = request[_KEY]
+        key = request[KEY]
         sessions = []
         for tenancy in self.sessions.values():
             if key.role != "admin" and tenancy.key.name != key.name:
@@ -431,7 +460,7 @@ class Head:
             names = ", ".join(each.name for each in self.pool.members.values()) or "none"
             return web.Response(status=404, text=f"no such worker; there are: {names}")
         member.draining = True
-        self.audit.note("drain", worker=member.name, key=request[_KEY].id)
+        self.audit.note("drain", worker=member.name, key=request[KEY].id)
         self._tell_devices()
         waits_for = sorted(member.sessions)
         self._stop_drained(self.workers[member.number])
@@ -446,18 +475,20 @@ async def _hang_up(request: web.Request, link: WebSocketLink) -> None:
 
 
 def _stop(end: WorkerEnd, reason: str) -> None:
-    end.reason = reason
+    end.reason, end.asked = reason, True
     end.send(Stop())
     end.link.expect_end()
 
 
 def _role(request: web.Request) -> str | None:
-    """The role that a path asks for; None: any key will do."""
+    """The role that a path asks for; None: any key will do; "nobody": it needs none."""
     path = request.path
     if path == CLIENT_PATH:
         return "client"
     if path == WORKER_PATH or path.startswith(STORE_PATH):
         return "worker"
+    if path == "/healthz":
+        return "nobody"
     return "admin" if path.startswith("/v1/drain/") else None
 
 

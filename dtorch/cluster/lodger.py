@@ -14,17 +14,41 @@ import torch
 
 from dtorch.cluster.streams import SessionStreams
 from dtorch.runtime.fair import FairExecutor
+from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Dropped, Turns
 from dtorch.runtime.worker import Worker
 from dtorch.transport.cluster import Open, Part
-from dtorch.transport.messages import Failure, FromWorker, ToWorker
+from dtorch.transport.messages import (
+    Allow,
+    AskRandomState,
+    AskStatistics,
+    AskTrace,
+    Batch,
+    Define,
+    Failure,
+    Forget,
+    FromWorker,
+    RandomState,
+    Seed,
+    StartTrace,
+    ToWorker,
+)
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group, Spec, UnderWay
 
 logger = logging.getLogger(__name__)
 
+BILLED = (
+    Batch, Define, Forget, Seed, Allow, AskStatistics, AskRandomState, RandomState, StartTrace, AskTrace
+)  # fmt: skip
+"""What a client's own program makes a worker do. Everything else is done because a worker was lost, or moves."""
+
 MakeGroup = Callable[[int, tuple[int, ...], str], "Group"]  # session, members, kind
+
+
+class Look:
+    """Asks the session's thread to count what the session holds."""
 
 
 class Lodger:
@@ -36,6 +60,10 @@ class Lodger:
         make_group: a process group of one session.
         send: passes a message to the head, from any thread.
         folders: where the session may read and write files.
+        ended: called, in the session's thread, once the session holds nothing here any more.
+
+    Attributes:
+        spending: what the session has used since the last report.
     """
 
     def __init__(
@@ -47,15 +75,28 @@ class Lodger:
         make_group: MakeGroup,
         send: Callable[[FromWorker | Part], None],
         folders: Sequence[str],
+        ended: Callable[[Spending], None] = lambda _: None,
     ) -> None:
         self.session = opened.session
+        self.spending = Spending(opened.session)
+        self._ended = ended
+        self._counted_ns = 0
+        self._is_billed = True
         self._turns = turns
         self._send = send
         self._groups: list[Group] = []
-        self._inbox: SimpleQueue[ToWorker | None] = SimpleQueue()
+        self._inbox: SimpleQueue[ToWorker | Look | None] = SimpleQueue()
+        self._executor: FairExecutor | None = None
         self._make = make_group
         self.streams = SessionStreams(opened.session, turns, send, opened.max_bytes)
-        executor = partial(FairExecutor, turns=turns, limit_bytes=opened.max_bytes, folders=folders)
+        make = partial(
+            FairExecutor, turns=turns, limit_bytes=opened.max_bytes, folders=folders, spending=self.spending
+        )
+
+        def executor(*facts: Any) -> FairExecutor:
+            self._executor = make(*facts)
+            return self._executor
+
         self._worker = Worker(worker, {}, resolve, self._group, send, streams=self.streams, executor=executor)
         turns.add(opened.session, opened.tenant, opened.weight, opened.priority)
         self._thread = threading.Thread(target=self._run, name=f"dtorch-session-{opened.session}", daemon=True)
@@ -64,6 +105,11 @@ class Lodger:
     def put(self, message: ToWorker) -> None:
         """Something for the session, in order."""
         self._inbox.put(message)
+
+    def look(self) -> None:
+        """Let the bytes that the session holds be counted, if anything has run since they were."""
+        if self._executor is not None and self._executor.is_stale:
+            self._inbox.put(Look())
 
     def drop(self) -> None:
         """End the session here, whatever it is doing. Returns at once."""
@@ -97,11 +143,14 @@ class Lodger:
             self.fault(error)
         finally:
             self._turns.give(self.session)
+            self._bill()
             for group in self._groups:
                 group.close()
             self._groups.clear()
+            self._executor = None
             del self._worker  # and with it the session's tensors
             self._turns.remove(self.session)
+            self._ended(self.spending)
 
     def _serve(self) -> None:
         turns, session, inbox = self._turns, self.session, self._inbox
@@ -109,6 +158,7 @@ class Lodger:
         while True:
             if has_turn and inbox.empty():
                 turns.give(session)
+                self._bill()
                 has_turn = False
             message = inbox.get()
             if message is None:
@@ -118,7 +168,19 @@ class Lodger:
             else:
                 turns.take(session)
                 has_turn = True
+            if isinstance(message, Look):
+                if self._executor is not None:
+                    self._executor.ledger.look()
+                continue
+            self._is_billed = isinstance(message, BILLED)
             self._worker.handle(message)
+            self._bill()
+
+    def _bill(self) -> None:
+        """Note the time that passed with the turn since the last call."""
+        now = self._turns.spent_ns(self.session)
+        self.spending.spend(now - self._counted_ns, not self._is_billed)
+        self._counted_ns = now
 
     def _group(self, members: tuple[int, ...], kind: str) -> Group:
         with self._turns.released(self.session):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dtorch.cluster.pool import Member
 from dtorch.transport import codec
-from dtorch.transport.cluster import Open, Part, Retire, ToPoolWorker
+from dtorch.transport.cluster import Load, Open, Part, Retire, ToPoolWorker
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError
 from dtorch.transport.messages import Done, Failure, RandomState, Statistics, Trace
@@ -36,6 +36,7 @@ class WorkerEnd:
         self.acknowledged = 0  # number of the last frame that it is known to have
         self.heard = 0.0  # when that was last seen to change, or nothing was owed
         self.reason = ""  # why it is about to be given up
+        self.asked = False  # it was told to leave, or said that it does
 
     @property
     def number(self) -> int:
@@ -54,7 +55,7 @@ class WorkerEnd:
     def open(self, session: int, tenant: str, weight: float, priority: int, max_bytes: int) -> None:
         self.send(Open(session, tenant, weight, priority, max_bytes))
 
-    async def serve(self, route: Callable[[WorkerEnd, ForSession, bytes], None]) -> None:
+    async def serve(self, route: Callable[[WorkerEnd, ForSession | Load, bytes], None]) -> None:
         """Pass on what the worker says until it is gone.
 
         Raises:
@@ -62,8 +63,8 @@ class WorkerEnd:
         """
         while (frame := await self.link.receive()) is not None:
             message = codec.decode_from_pool_worker(frame)
-            if isinstance(message, ForSession):
+            if isinstance(message, ForSession | Load):
                 route(self, message, frame)
             elif isinstance(message, Retire):
-                self.reason = self.reason or "it left the pool"
+                self.reason, self.asked = self.reason or "it left the pool", True
                 return

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ from dtorch.cluster.lodger import Lodger
 from dtorch.cluster.pool import Device
 from dtorch.ops import custom, table
 from dtorch.ops._call import FLAT
+from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Turns
 from dtorch.transport import cluster, codec
-from dtorch.transport.cluster import Enlist, Enlisted, Retire, ToPoolWorker
+from dtorch.transport.cluster import DeviceLoad, Enlist, Enlisted, Load, Retire, ToPoolWorker, Use
 from dtorch.transport.dial import address_of, dial, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
@@ -53,6 +55,9 @@ WORKER_PATH = "/v1/worker"
 GROUP_TIMEOUT_S = 1800.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 JOIN_S = 1.0
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+BEAT_S = 1.0
+"""Between two reports of what was used."""
 
 assert creation.FACTORIES  # imported for what it adds to the op table
 
@@ -153,9 +158,11 @@ class PoolWorker:
                 continue
             pause_s = FIRST_RETRY_S
             self._say(f"worker {self._number} of {self._offer.head}")
+            beating = self._loop.create_task(self._beat())
             try:
                 await self._serve(link)
             finally:
+                beating.cancel()
                 self._drop_all()
                 await link.close()
             if not self._stopped:
@@ -222,7 +229,8 @@ class PoolWorker:
                     self._lodgers[session].streams.credit(size_bytes)
             case cluster.Open():
                 self._lodgers[message.session] = Lodger(
-                    message, self._number, self._turns, self._resolve, self._make_group, self._send, self._offer.folders
+                    message, self._number, self._turns, self._resolve, self._make_group, self._send,
+                    self._offer.folders, self._settle_account,
                 )
             case cluster.Drop(session):
                 lodger = self._lodgers.pop(session, None)
@@ -256,9 +264,35 @@ class PoolWorker:
         """Whether no session's thread is left: one may be held up by what it waits for."""
         return not self._ending
 
+    # ---- what is used
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self.report()
+
+    def report(self) -> None:
+        """Tell the head what was used since the last time."""
+        lodgers = list(self._lodgers.values())
+        self._send_now(codec.encode(self._load(tuple(lodger.spending.report() for lodger in lodgers))))
+        for lodger in lodgers:
+            lodger.look()  # for the next report
+
+    def _settle_account(self, spending: Spending) -> None:
+        """A session has ended here, says its thread."""
+        self._send(self._load((spending.report(over=True),)))
+
+    def _load(self, uses: tuple[Use, ...]) -> Load:
+        held: dict[Device, int] = dict.fromkeys(self._offer.devices, 0)
+        for lodger in list(self._lodgers.values()):
+            for device, size in lodger.spending.held.items():
+                held[device] = held.get(device, 0) + size
+        devices = tuple(DeviceLoad(*device, size, _capacity(device[0], device[1])) for device, size in held.items())
+        return Load(time.perf_counter_ns(), self._turns.occupied_ns(), _process_bytes(), devices, uses)
+
     # ---- for the sessions' threads
 
-    def _send(self, message: FromWorker | cluster.Part) -> None:
+    def _send(self, message: FromWorker | Load | cluster.Part) -> None:
         frame = codec.encode(message)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._send_now, frame)
@@ -307,6 +341,21 @@ def _not_allowed(module: str) -> Callable[..., Any]:
         raise PermissionError(f"this worker imports nothing from {module}; it was not started with --allow {module}")
 
     return refuse
+
+
+def _capacity(kind: str, number: int) -> int:
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info(number)[1])
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+
+
+def _process_bytes() -> int:
+    """Memory that this process has, not counting what is swapped out; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
 
 
 def _own_host(link: WebSocketLink) -> str:

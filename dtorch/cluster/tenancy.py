@@ -22,6 +22,7 @@ from typing_extensions import assert_never
 
 from dtorch.cluster.keys import Key
 from dtorch.cluster.member import WINDOW_BYTES, ForSession, WorkerEnd
+from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Pool
 from dtorch.cluster.quotas import Account
 from dtorch.runtime.controller import (
@@ -96,6 +97,7 @@ class Cluster(Protocol):
 
     pool: Pool
     workers: dict[int, WorkerEnd]
+    meter: Meter
 
     def ended(self, tenancy: Tenancy) -> None:
         """The session is over and has let everything go."""
@@ -139,6 +141,7 @@ class Tenancy:
         self.ticket = f"{number}.{secrets.token_urlsafe(32)}"
         self.opened = time.time()
         self.over = ""  # why it is over; "" while it is not
+        self.error = ""  # then: the name of the exception that its client gets
         self._home = home
         self._controller = Controller(number, frozenset(), self._place)
         self._opened_on: set[int] = set()  # workers that know of the session
@@ -252,6 +255,9 @@ class Tenancy:
         batch = Batch(
             asked.seq, asked.body, asked.signatures, asked.freed_meshes, asked.uploads, asked.fetches, refused
         )
+        self._home.meter.uploaded(self.number, _upload_bytes(asked))
+        if asked.fetches:
+            self._home.meter.stepped(self.number)
         self._handle(Submitted(batch))
 
     def _forward(self, part: Part, frame: bytes) -> None:
@@ -294,6 +300,7 @@ class Tenancy:
         if self.over or worker.number not in self._opened_on:
             return
         if isinstance(message, Part):
+            self._home.meter.fetched(self.number, len(message.data))
             self._send_frame(frame)
             self._owed[worker.number] = self._owed.get(worker.number, 0) + len(message.data)
             self._grant()
@@ -303,6 +310,9 @@ class Tenancy:
             return
         if isinstance(message, Done):
             self.account.held(self.number, worker.number, message.held_bytes)
+            self._home.meter.held(self.number, worker.number, message.held_bytes)
+            if message.values:
+                self._home.meter.fetched(self.number, sum(len(p.data or b"") for v in message.values for p in v.pieces))
         try:
             self._handle(Received(worker.number, message))
         except ProtocolError as error:
@@ -372,6 +382,10 @@ class Tenancy:
                     traces = tuple(a for a in answers if isinstance(a, Trace))
                     self.send(cluster.Traces(ticket, traces) if traces else cluster.Counts(ticket, statistics))
                 case Failed(number, failure):
+                    worker = self._home.workers.get(number)
+                    self._home.meter.failed(
+                        self.number, "" if worker is None else worker.member.name, failure.kind, failure.text
+                    )
                     self.send(cluster.CallFailed(number, failure))
                 case Start():
                     self._start(instruction)
@@ -391,6 +405,7 @@ class Tenancy:
         key = self.key
         worker.open(self.number, key.name, key.weight, key.priority, self.account.limits.max_bytes)
         self._opened_on.add(start.worker)
+        self._home.meter.entered(self.number, start.worker)
         self._perform(self._controller.handle(Joined(start.worker)))
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -408,7 +423,7 @@ class Tenancy:
         """The session is over: the client is told, if it is there, and everything is let go."""
         if self.over:
             return
-        self.over = text or error
+        self.over, self.error = text or error, error
         with suppress(ConnectionLostError):  # it may be gone already
             self.link.send_nowait(codec.encode(cluster.Ended(error, text, worker)))
         self._finished.set()
@@ -425,6 +440,10 @@ class Tenancy:
         self._home.pool.release(self.number)
         self.account.close(self.number)
         self._home.ended(self)
+
+
+def _upload_bytes(asked: Submit) -> int:
+    return sum(len(blob.data) if isinstance(blob, Blob) else blob.size_bytes for blob in asked.uploads)
 
 
 def num_calls(body: bytes) -> int:

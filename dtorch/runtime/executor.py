@@ -109,6 +109,7 @@ class Executor:
         self._uploads: list[torch.Tensor] = []
         self.memory = MemoryMeter(self)
         self.tracer: Tracer | None = None  # while a profile runs
+        self.traffic: dict[int, int] | None = None  # where it is counted: signature -> bytes sent to other devices
         self.counters = {
             "calls": 0, "batches": 0, "plan_hits": 0, "plan_misses": 0, "failures": 0, "exchanges": 0, "exchanged_bytes": 0
         }

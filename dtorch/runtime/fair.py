@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import length_hint
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from dtorch.runtime.files import FileAccess
 from dtorch.runtime.layout import coords, local_shape
 from dtorch.runtime.plan import KILL, Begun, Finish, Local, Plan, Replay, Step
 from dtorch.runtime.poison import Poison
+from dtorch.runtime.spending import Source, Spending, kind, verb
 from dtorch.runtime.template import dtype_of
 from dtorch.runtime.turns import Turns
 from dtorch.transport.errors import DTorchError, ProtocolError, QuotaError
@@ -25,8 +28,8 @@ SMALL_BYTES = 4096
 """Outputs below this are counted with the next look at the stores instead of one by one."""
 MAX_SLOTS = 1 << 20
 """Tensors that a session may have, and registers of a program."""
-LOOK_CALLS = 4096
-"""Calls after which the stores are looked at anew."""
+LOOK_PART = 20
+"""Looking at the stores takes at most the ``LOOK_PART``-th part of the time."""
 
 
 class Ledger:
@@ -92,6 +95,16 @@ class FairBinder(Binder):
             bound.draws = _too_large(whole, self.ledger.limit_bytes)
         return bound
 
+    def number_of(self, index: int) -> tuple[str, int]:
+        """Kind and number, as this worker counts them, of a hosted place."""
+        place = self.places[index]
+        return place[0], self._locals.get(place, place[1])
+
+    def leads(self, definition: Definition) -> bool:
+        """Whether this worker is the one that counts a call; it hosts the first device of the call's mesh."""
+        mesh = self.meshes[(definition.outputs or definition.inputs)[0].mesh]
+        return mesh.workers[0] == self.worker
+
     def _polite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.step()
@@ -121,11 +134,19 @@ class FairExecutor(Executor):
         turns: the turn on this worker, which this session has while it runs.
         limit_bytes: that its tensors may hold here; 0 for no limit.
         folders: as of ``Executor``.
+        spending: told of what the session uses.
     """
 
     make_binder = FairBinder
 
-    def __init__(self, *facts: Any, turns: Turns, limit_bytes: int = 0, folders: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        *facts: Any,
+        turns: Turns,
+        limit_bytes: int = 0,
+        folders: Sequence[str] | None = None,
+        spending: Spending | None = None,
+    ) -> None:
         super().__init__(*facts)
         self.binder.files = FileAccess.within(folders, self.counters)
         self._turns = turns
@@ -133,7 +154,12 @@ class FairExecutor(Executor):
         assert isinstance(self.binder, FairBinder)
         self.binder.ledger = self.ledger
         self.binder.step = partial(turns.step, self.session)
-        self._next_look = LOOK_CALLS
+        self.spending = spending or Spending(self.session)
+        self.traffic = {}
+        self.is_stale = False  # something has run since the last look at the stores
+        self._looked_ns = self._look_cost_ns = 0
+        self._plan: Plan | None = None  # of the last batch
+        self._sources: dict[int, Source] = {}  # by signature
 
     @property
     def held_bytes(self) -> int:
@@ -143,7 +169,17 @@ class FairExecutor(Executor):
         return self._turns.spent_ns(self.session)
 
     def _held(self) -> int:
-        return sum(self.memory.allocated(index) for index in range(len(self.places)))
+        began = perf_counter_ns()
+        held: dict[tuple[str, int], int] = {}
+        assert isinstance(self.binder, FairBinder)
+        for index in range(len(self.places)):
+            device = self.binder.number_of(index)
+            held[device] = held.get(device, 0) + self.memory.allocated(index)
+        self.spending.hold(held)
+        self.is_stale = False
+        self._looked_ns = perf_counter_ns()
+        self._look_cost_ns = self._looked_ns - began
+        return sum(held.values())
 
     def observer(self) -> Callable[[Iterator[Any], int], Iterator[Any]]:
         below = super().observer()
@@ -157,6 +193,7 @@ class FairExecutor(Executor):
         plan = super().plan(body)
         if plan.num_slots > MAX_SLOTS:
             raise ProtocolError(f"slot {plan.num_slots - 1} is beyond the last one, {MAX_SLOTS - 1}")
+        self._plan = plan
         return plan
 
     def _compile(self, body: bytes) -> Plan:
@@ -171,9 +208,53 @@ class FairExecutor(Executor):
 
     def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
         super().run(seq, body, uploads)
-        if self.counters["calls"] >= self._next_look:
-            self._next_look = self.counters["calls"] + LOOK_CALLS
+        self._note(self._plan)
+        self.is_stale = True
+        if perf_counter_ns() - self._looked_ns >= LOOK_PART * self._look_cost_ns:
             self.ledger.look()
+
+    def _note(self, plan: Plan | None) -> None:
+        assert plan is not None
+        if plan.census is None:
+            plan.census = self._census(plan)
+        ops, calls = plan.census
+        traffic, self.traffic = self.traffic, {}
+        sent: Counter[Source] = Counter()
+        for sig, size in (traffic or {}).items():
+            sent[self._source(sig)] += size
+        self.spending.ran(ops, calls, sent)
+
+    def _census(self, plan: Plan) -> tuple[Counter[str], Counter[Source]]:
+        """Calls that this worker counts, by name, and those of them that communicate; with those inside programs."""
+        ops: Counter[str] = Counter()
+        calls: Counter[Source] = Counter()
+        definitions = self.binder.definitions
+        assert isinstance(self.binder, FairBinder)
+        for sig, count in Counter(plan.sigs).items():
+            definition = definitions[sig]
+            inner: Plan | None = self._program(sig).plan if definition.kernel == "program" else None
+            if inner is not None:
+                inner_ops, inner_calls = self._census(inner)
+                ops.update({name: count * number for name, number in inner_ops.items()})
+                calls.update({source: count * number for source, number in inner_calls.items()})
+            elif self.binder.leads(definition):
+                ops[kind(definition)] += count
+                bound = self.binder.bind(definition)
+                if bound is not None and bound.communicates:
+                    calls[self._source(sig)] += count
+        return ops, calls
+
+    def _source(self, sig: int) -> Source:
+        found = self._sources.get(sig)
+        if found is None:
+            definition = self.binder.definitions[sig]
+            found = self._sources[sig] = (kind(definition), verb(definition), definition.where)
+        return found
+
+    def forget(self, below: int) -> None:
+        super().forget(below)
+        for sig in [s for s in self._sources if s < below]:
+            del self._sources[sig]
 
     def refuse(self, seq: int, body: bytes, reason: str) -> None:
         """Let every call of a batch fail. What it frees is freed."""

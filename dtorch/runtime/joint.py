@@ -169,6 +169,8 @@ def lockstep(executor: Executor, step: Step, bound: Bound) -> Lockstep:
             marks = {} if tracer is None else {place: tracer.mark(index_of[place]) for place in requests}
             answers, all_good = yield from comm.perform(members, requests, good and poison is None)
             executor.counters["exchanged_bytes"] += comm.sent_bytes
+            if executor.traffic is not None:
+                executor.traffic[definition.sig] = executor.traffic.get(definition.sig, 0) + comm.sent_bytes
             comm.sent_bytes = 0
             good = good and all_good
             for place, mark in marks.items():

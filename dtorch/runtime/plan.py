@@ -100,6 +100,7 @@ class Plan:
     num_slots: int  # stores must be at least this long
     num_calls: int
     sigs: tuple[int, ...] = ()  # signature of each call
+    census: Any = None  # kept here by whoever counts calls
 
 
 _decode = msgspec.msgpack.Decoder(tuple[list[list[Any]], list[tuple[int, list[int]]]]).decode

@@ -167,6 +167,7 @@ class Recorder:
         self._closed: DTorchError | None = None
         self._sync = sync
         self.spans: Spans | None = None  # while a profile runs
+        self.where: Callable[[], str] | None = None  # names the user's line that is being recorded, where a head wants it
         self._began = (0, "")  # then: when (ns), and in which thread, the first slot of this batch was taken
         self.num_ops = 0
         self.num_batches = 0
@@ -278,7 +279,10 @@ class Recorder:
                 raise again(self._closed)
             number = self._next_signature
             self._next_signature += 1
-            self._definitions.append(build(number))
+            made = build(number)
+            if self.where is not None:
+                made = msgspec.structs.replace(made, where=self.where())
+            self._definitions.append(made)
             return number
 
     def add_program(self, program: Program) -> None:

@@ -50,6 +50,8 @@ class Turns:
         self._dropped: set[int] = set()
         self.busy_ns: dict[int, int] = {}
         """Device time of each session so far."""
+        self._occupied_ns = 0  # somebody had the turn, up to the last time that nobody had it
+        self._occupied_since_ns: int | None = None
 
     def add(self, session: int, tenant: str, weight: float, priority: int) -> None:
         with self._lock:
@@ -77,6 +79,7 @@ class Turns:
             self._check(session)
             if self._holder is None:
                 self._hold(session)
+                self._occupied_since_ns = self._since_ns
                 gate = None
             else:
                 gate = self._wait(session)
@@ -114,6 +117,12 @@ class Turns:
         """Device time of the session so far; exact for the holder."""
         running = self._now_ns() - self._since_ns if self._holder == session else 0
         return self.busy_ns.get(session, 0) + running
+
+    def occupied_ns(self) -> int:
+        """How long anybody has had the turn so far. Measured apart from what each session is billed."""
+        with self._lock:
+            since = self._occupied_since_ns
+            return self._occupied_ns + (0 if since is None else self._now_ns() - since)
 
     @contextmanager
     def released(self, session: int) -> Iterator[None]:
@@ -163,6 +172,9 @@ class Turns:
         following = self._shares.next()
         if following is None:
             self._holder = None
+            assert self._occupied_since_ns is not None
+            self._occupied_ns += self._now_ns() - self._occupied_since_ns
+            self._occupied_since_ns = None
             self._shares.pause()
             return
         self._shares.rest(following)

@@ -180,6 +180,45 @@ class Retire(msgspec.Struct, frozen=True, tag="retire"):
     """The worker leaves the pool."""
 
 
+class SentBytes(msgspec.Struct, frozen=True, array_like=True):
+    """What calls of one op, issued by one line of the user's, sent to other devices."""
+
+    op: str
+    what: str  # "gathers"
+    where: str  # "train.py:12", or "" when unknown
+    num_calls: int  # counted on one of the workers that take part
+    size_bytes: int
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True):
+    """What a session has used on a worker since the last report of it there."""
+
+    session: int
+    busy_ns: int  # it had the devices
+    repeated_ns: int = 0  # the same, for work that was lost and done again
+    held_bytes: int = 0  # now
+    ops: dict[str, int] = {}  # name -> calls, each counted on one of the workers that take part
+    sent: tuple[SentBytes, ...] = ()
+    over: bool = False  # the last report
+
+
+class DeviceLoad(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    number: int  # on the worker
+    held_bytes: int  # by tensors of all sessions
+    capacity_bytes: int  # of the device's memory; CPU devices of one machine share theirs
+
+
+class Load(msgspec.Struct, frozen=True, tag="load", omit_defaults=True):
+    """How busy a worker is: once a second, and as a session ends there."""
+
+    clock_ns: int  # of this worker
+    busy_ns: int  # its devices were had by some session, since it started
+    process_bytes: int  # memory of the process
+    devices: tuple[DeviceLoad, ...] = ()
+    uses: tuple[Use, ...] = ()  # of sessions that used anything
+
+
 # ---- head -> worker
 
 
@@ -218,7 +257,7 @@ FromClient = (
     Attach | Reserve | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | StartTrace | AskTrace | Leave
 )  # fmt: skip
 ToClient = Attached | Finished | Answer | Counts | Traces | CallFailed | Reserved | Ended | Devices | Part
-FromPoolWorker = Enlist | Retire | Done | Failure | Statistics | RandomState | Trace | Part
+FromPoolWorker = Enlist | Retire | Load | Done | Failure | Statistics | RandomState | Trace | Part
 ToPoolWorker = (
     Enlisted | Open | Drop | Credit | Part | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState
     | RandomState | StartTrace | AskTrace | Stop

@@ -50,6 +50,7 @@ class Definition(msgspec.Struct, frozen=True):
     outputs: tuple[Layout, ...]
     writes: tuple[int, ...] = ()  # indices of inputs that are written in place
     params: dict[str, Any] = {}  # what the kernel wants to know besides
+    where: str = ""  # a line of the user's that calls it, "train.py:12", where a head shows it to people
 
 
 class Program(msgspec.Struct, frozen=True):
