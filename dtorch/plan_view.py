@@ -52,7 +52,7 @@ class ModulePlan:
     bytes_by_device: Mapping[str, int]
 
     def __str__(self) -> str:
-        from dtorch.explanation import size
+        from dtorch.forecast.record import size
 
         cells = [
             (_named(row), f"{str(row.about.dtype)[6:]}{list(row.about.shape)}", row.placed, _devices(row.about))
@@ -66,7 +66,7 @@ class ModulePlan:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from dtorch.explanation import size
+        from dtorch.forecast.record import size
 
         body = "".join(
             f"<tr><td>{html.escape(_named(row))}</td><td>{str(row.about.dtype)[6:]}{list(row.about.shape)}</td>"

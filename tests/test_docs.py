@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dtorch
+from dtorch.creation import __all__ as FACTORIES
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -60,4 +62,19 @@ def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeyp
 def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in config]
+    assert not missing, missing
+
+
+def test_every_public_name_is_in_the_reference_with_a_docstring() -> None:
+    """Ops have a page of their own; so do factories, which are torch's."""
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    listed = set(re.findall(r"^::: dtorch\.(\S+)$", reference, re.M))
+    missing = []
+    for name in dtorch.__all__:
+        made = getattr(dtorch, name)
+        if name in FACTORIES or isinstance(made, (torch.dtype, torch.layout)):
+            continue
+        module = getattr(made, "__module__", "").removeprefix("dtorch.")
+        if f"{module}.{name}" not in listed and module not in listed or not (made.__doc__ or "").strip():
+            missing.append(f"{module}.{name}")
     assert not missing, missing
