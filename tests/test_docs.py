@@ -75,6 +75,6 @@ def test_every_public_name_is_in_the_reference_with_a_docstring() -> None:
         if name in FACTORIES or isinstance(made, (torch.dtype, torch.layout)):
             continue
         module = getattr(made, "__module__", "").removeprefix("dtorch.")
-        if f"{module}.{name}" not in listed and module not in listed or not (made.__doc__ or "").strip():
+        if (f"{module}.{name}" not in listed and module not in listed) or not (made.__doc__ or "").strip():
             missing.append(f"{module}.{name}")
     assert not missing, missing
