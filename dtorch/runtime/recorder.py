@@ -32,6 +32,8 @@ FIRST_BATCH = 64
 LARGEST_BATCH = 1024
 TIMER_S = 0.0005
 """How long a plain script may pause before what it recorded is sent."""
+LONGEST_TIMER_S = 0.008
+"""The timer's period when the client records on and on: each look takes the interpreter from it."""
 MAX_IN_FLIGHT = MAX_BATCHES
 """Batches that may be unfinished before the client's thread waits (back-pressure)."""
 UPLOADS_BYTES = 32 * 1024 * 1024
@@ -148,6 +150,8 @@ class Recorder:
         self._seq = 0
         self._next_signature = 1
         self._budget = FIRST_BATCH
+        self._whole_budget = 0  # what the budget was before the timer sent a part of the batch; 0: it did not
+        self._delay_s = TIMER_S
         self._granted = 0
         self._capture: int | None = None  # the thread that captures
         self._pins: dict[int, int] = {}
@@ -189,7 +193,8 @@ class Recorder:
                     break
                 if self._granted >= self._budget:
                     self._flush()
-                    self._budget = min(self._budget * 2, LARGEST_BATCH)
+                    self._budget = min((self._whole_budget or self._budget) * 2, LARGEST_BATCH)
+                    self._whole_budget = 0
                     full = True
                 if self.spans is not None and not self._granted:
                     self._began = (perf_counter_ns(), threading.current_thread().name)
@@ -242,10 +247,10 @@ class Recorder:
         """
         if not self._timed and self._closed is None:
             self._timed = True
-            if not self._sources and not self._hurries:
+            if self._delay_s == TIMER_S and not self._sources and not self._hurries:
                 self._hurries = True
                 quick_switches.hold()
-            self._outlet.request_flush(TIMER_S)
+            self._outlet.request_flush(self._delay_s)
 
     def _no_hurry(self) -> None:
         if self._hurries:
@@ -257,18 +262,22 @@ class Recorder:
 
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
         plan would be found again; a batch that ends where the client paused or where it is full does not. Workers that have
-        nothing to do are given what there is all the same, unless the client records fast and will have filled it soon.
+        nothing to do are given what there is all the same, unless the client records fast and will have filled it soon; the
+        rest of that batch ends where it would have ended, and while the client goes on the timer comes ever less often.
         """
         self._timed = False
         self._no_hurry()
         length = len(self._buffer) + self._seq
         grown = length - self._last_length
-        if grown and (self._sources or grown > 3 * FIRST_BATCH):
-            self._last_length = length
-            if self._buffer or any(self._dead.values()):
-                self.wake()
+        if not grown:
+            self.flush()
             return
-        self.flush()
+        self._last_length = length
+        self._delay_s = min(2 * self._delay_s, LONGEST_TIMER_S)
+        if not self._sources and grown <= 3 * FIRST_BATCH:
+            self._flush_part()
+        if self._buffer or any(self._dead.values()):
+            self.wake()
 
     # ---- definitions
 
@@ -346,6 +355,17 @@ class Recorder:
             if self._capture is None:
                 self._flush()
                 self._budget = FIRST_BATCH
+                self._whole_budget = 0
+                self._delay_s = TIMER_S
+
+    def _flush_part(self) -> None:
+        """Send what is there of a batch whose end stays where it was to be."""
+        with self._lock:
+            if self._capture is None:
+                left = self._budget - (self._granted - len(self._lent))
+                self._flush()
+                self._whole_budget = self._whole_budget or self._budget
+                self._budget = max(left, 1)
 
     def fetch(self, fetch: Fetch, now: bool) -> None:
         """Ask for a slot's pieces after everything recorded so far; ``now`` sends at once, else with the loop's next tick."""
