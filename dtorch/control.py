@@ -14,7 +14,8 @@ from dtorch.transport.messages import Statistics as WorkerStatistics
 
 def manual_seed(seed: int) -> None:
     """Seed all generators, in program order. Numbers drawn afterwards are those of plain torch after
-    ``torch.manual_seed(seed)``, whatever the placement and the number of workers.
+    ``torch.manual_seed(seed)``, whatever the placement and the number of workers. Tasks and
+    threads of one session share its generators; a ``dtorch.session`` has its own.
 
     Args:
         seed: as torch takes it: an int of at most 64 bits; negative ones count from 2**64.

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
+from prometheus_client.parser import text_string_to_metric_families
 
 import dtorch
 from dtorch.session import current_session
@@ -103,7 +104,9 @@ class Running:
 
     async def metrics(self) -> dict[str, float]:
         async with self.client.get(f"{self.url}/metrics") as response:
-            lines = (await response.text()).splitlines()
+            text = await response.text()
+        assert {family.type for family in text_string_to_metric_families(text)} <= {"counter", "gauge", "histogram"}
+        lines = text.splitlines()
         samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name.removeprefix("dtorch_server_"): float(value) for name, _, value in samples}
 
