@@ -106,6 +106,9 @@ class Statistics:
         slots: slots that hold tensors.
         batches_in_flight: sent, not yet executed by all workers.
         bytes_by_plane: "control": bytes of batches recorded; "sent": bytes of frames sent to workers.
+        lost_workers: workers that ended unasked, and whose loss the session got over.
+        recomputed_ops: calls that ran a second time for that.
+        moved_bytes: pieces of tensors that went from one worker to another because of a loss or a move.
         workers: number -> counters: calls, batches, plan_hits, plan_misses, failures, exchanges,
             bytes_read and bytes_written (of pieces of tensors, from and into files).
     """
@@ -119,6 +122,9 @@ class Statistics:
     batches_in_flight: int
     bytes_by_plane: dict[str, int]
     workers: dict[int, dict[str, int]]
+    lost_workers: int = 0
+    recomputed_ops: int = 0
+    moved_bytes: int = 0
 
     @property
     def bytes_per_op(self) -> float:
@@ -150,4 +156,7 @@ def _counted(session: Session, answers: tuple[WorkerStatistics, ...]) -> Statist
         batches_in_flight=recorder.num_in_flight,
         bytes_by_plane={"control": recorder.num_bytes, "sent": session.thread.bytes_sent},
         workers={answer.worker: answer.counters for answer in answers},
+        lost_workers=session.elastic.lost_workers,
+        recomputed_ops=session.elastic.recomputed_ops,
+        moved_bytes=session.elastic.copied_bytes,
     )

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 
 from dtorch.lines import line_at
 from dtorch.placement import from_code
 from dtorch.runtime.controller import Failed
-from dtorch.transport.errors import OpError, op_error
+from dtorch.runtime.poison import LOST
+from dtorch.transport.errors import DTorchError, OpError, WorkerLostError, op_error
 from dtorch.transport.messages import Layout
 
 MAX_FAILURES = 4096
 """Failed calls remembered; the oldest are forgotten first."""
 
 Call = tuple[int, int]  # (batch, index in it)
+
+
+@dataclass(frozen=True)
+class SignatureFacts:
+    """What a signature stands for.
+
+    Attributes:
+        writes: writes an input in place and makes nothing else.
+        random: draws from the session's generator.
+        mutates: writes inputs beside making results.
+    """
+
+    op: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...] = ()
+    writes: bool = False
+    random: bool = False
+    mutates: bool = False
+
+
+UNKNOWN = SignatureFacts("dtorch", ())
 
 
 class Failures:
@@ -24,6 +47,8 @@ class Failures:
         self._lock = threading.RLock()
         self._known: dict[tuple[int, int], tuple[OpError, Call]] = {}  # (worker, number): error, call
         self._unseen: dict[Call, OpError] = {}  # failed calls that nobody was told of
+        self._lost: WorkerLostError | None = None  # the last loss that took tensors with it
+        self._unseen_loss = False
         self._seen: dict[Call, None] = {}  # those that somebody was told of; more workers may report them
 
     def add(
@@ -52,9 +77,25 @@ class Failures:
             if call not in self._seen and len(self._unseen) < MAX_FAILURES:
                 self._unseen.setdefault(call, error)
 
-    def error_of(self, which: tuple[int, int]) -> tuple[OpError, Call]:
+    def lose(self, error: WorkerLostError) -> None:
+        """Tensors are gone for good."""
+        with self._lock:
+            if self._lost is not None and self._unseen_loss:
+                error = WorkerLostError(error.worker, error.reason, (*self._lost.tensors, *error.tensors))
+            self._lost, self._unseen_loss = error, True
+
+    def take_loss(self) -> WorkerLostError | None:
+        """The loss of tensors that nobody was told of; from now on it counts as told."""
+        with self._lock:
+            unseen, self._unseen_loss = self._unseen_loss, False
+            return self._lost if unseen else None
+
+    def error_of(self, which: tuple[int, int]) -> tuple[DTorchError, Call]:
         """A new exception for failure (worker, number), and the call that failed."""
         with self._lock:
+            if which[1] == LOST and self._lost is not None:
+                self._unseen_loss = False
+                return WorkerLostError(*self._lost.args), (0, -1)
             if which[1] < 0 and self._known:
                 which = next(reversed(self._known))
             error, call = self._known.get(which, (None, (0, -1)))

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from dtorch.failures import describe
+from dtorch.failures import SignatureFacts, describe
 from dtorch.lines import line_at
 from dtorch.mesh import DeviceMesh
 from dtorch.ops.table import OPS
 from dtorch.runtime.recorder import locate
 from dtorch.runtime.template import dtype_of
-from dtorch.session import Session, SignatureFacts, current_session
+from dtorch.session import Session, current_session
 from dtorch.spec import contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.errors import NonFiniteError

@@ -11,18 +11,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from sys import _getframe
 from typing import Any
 
 import torch
 
-from dtorch.failures import Failures, note, with_notes
+from dtorch.elastic import Elastic, Move
+from dtorch.failures import UNKNOWN, Failures, SignatureFacts, note, with_notes
 from dtorch.fetches import INLINE_BYTES, Fetches
 from dtorch.frames import source, where
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
+from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
@@ -56,26 +57,6 @@ logger = logging.getLogger(__name__)
 
 _new = object.__new__
 
-@dataclass(frozen=True)
-class SignatureFacts:
-    """What a signature stands for.
-
-    Attributes:
-        writes: writes an input in place and makes nothing else.
-        random: draws from the session's generator.
-        mutates: writes inputs beside making results.
-    """
-
-    op: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...] = ()
-    writes: bool = False
-    random: bool = False
-    mutates: bool = False
-
-
-UNKNOWN = SignatureFacts("dtorch", ())
-
 
 class Session:
     """State of one client. Made by :func:`current_session` and ``dtorch.init``."""
@@ -104,6 +85,7 @@ class Session:
         self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
         self._finished_beyond: set[int] = set()
+        self.elastic = Elastic(self, self._failures)
         self._pool, self.thread, self.number = self._start(options, next(Session._numbers))
         # All workers draw alike, whatever the preloaded process has in its generator.
         self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
@@ -256,7 +238,7 @@ class Session:
             lease = self._pool.lease(size)
             lease.tensor.view(data.dtype).view(data.shape).copy_(data)
             blob = lease.blob
-        slot = self.recorder.upload(sig.id, blob, source(_getframe(1)))
+        slot = self.recorder.upload(sig.id, blob, source(_getframe(1)), None if isinstance(blob, Blob) else lease.tensor)
         if not isinstance(blob, Blob):
             with self._lock:
                 self._uploading.append((self.recorder.next_seq, lease))
@@ -359,7 +341,7 @@ class Session:
         answer = self._ask(memory=False, reset_peak=False)
 
         def finish() -> None:
-            error = answer.peek()
+            error = answer.peek() or self._failures.take_loss()
             if error is None:
                 unseen = self._failures.take_unseen()
                 if unseen:
@@ -441,6 +423,14 @@ class Session:
         if ended is not None:
             raise again(ended)
 
+    def migrate(self, source: Any, target: Any = None) -> Move:
+        """See :meth:`Elastic.migrate`; blocks until it is done."""
+        return self.elastic.migrate(source, target).result()
+
+    def drain(self, worker: int) -> Move:
+        """See :meth:`Elastic.drain`; blocks until it is done."""
+        return self.elastic.drain(worker).result()
+
     @property
     def is_open(self) -> bool:
         return self.recorder.closed is None
@@ -473,6 +463,7 @@ class Session:
         self.recorder.close(error)
         table.clear_caches()
         self._fetches.end(error)
+        self.elastic.end(error)
         while self._counts:
             _, waiting = self._counts.popitem()
             waiting.set_exception(again(error))
@@ -519,6 +510,8 @@ def init(
     sync: bool | None = None,
     num_threads: int | None = None,
     start_timeout_s: float = 120.0,
+    recover: bool | None = None,
+    lineage: Bounds | None = None,
 ) -> Session:
     """Start the runtime, or start it afresh with other options. Optional: defaults start on first use.
 
@@ -536,13 +529,15 @@ def init(
         num_threads: of torch in each worker process; as many as this process has by default, so that results have the
             bits of plain torch.
         start_timeout_s: how long a worker process may take to start before the session is given up (WorkerLostError).
+        recover: whether the session goes on when a worker is lost (docs/failure.md); by default where workers are
+            "per-device", or as DTORCH_RECOVER=0 or 1 says. ``lineage`` bounds what is remembered for it.
 
     DTORCH_REWRITE names the rules that rewrite workers' plans ("none": none), see ``dtorch.runtime.rewrite``.
 
     Raises:
         ValueError: an option has a value that it cannot have.
     """
-    options = chosen_options(workers, virtual, listen, sync, num_threads, start_timeout_s)
+    options = chosen_options(workers, virtual, listen, sync, num_threads, start_timeout_s, recover, lineage)
     own = _own.get()
     if own is not None:
         return own

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dtorch.runtime.controller import Controller
+from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.rewrite import RULES, chosen
 from dtorch.runtime.shell import ControllerThread, Listener
 from dtorch.transport.bulk import SegmentPool
@@ -29,6 +30,7 @@ class Options:
     num_threads: int = 1
     start_timeout_s: float = 120.0
     rules: tuple[str, ...] = tuple(RULES)
+    lineage: Bounds | None = None  # what is remembered to get over the loss of a worker; None: it ends the session
     target: Target | None = None  # the head whose workers are used, in place of workers of our own
 
 
@@ -57,7 +59,7 @@ def wire(options: Options, number: int, listener: Listener) -> Wires:
     shared = frozenset(kind for kind in kinds if virtual.get(kind, kind) == "cpu")
     pool = SegmentPool()
     thread = ControllerThread(
-        Controller(number, shared),
+        Controller(number, shared, recover=options.lineage),
         listener,
         entry="dtorch.worker:main",
         worker_args={"virtual": virtual, "num_threads": options.num_threads, "rules": options.rules},
@@ -74,6 +76,8 @@ def chosen_options(
     sync: bool | None = None,
     num_threads: int | None = None,
     start_timeout_s: float = 120.0,
+    recover: bool | None = None,
+    lineage: Bounds | None = None,
 ) -> Options:
     """Options as ``dtorch.init`` takes them; what is None is taken from the environment.
 
@@ -100,7 +104,10 @@ def chosen_options(
             f"num_threads={num_threads!r} must be at least 1, and start_timeout_s={start_timeout_s!r} above 0"
         )
     rules = chosen(os.environ.get("DTORCH_REWRITE"))
-    return Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules)
+    if recover is None:
+        recover = os.environ.get("DTORCH_RECOVER", "1" if workers == "per-device" else "0") not in ("", "0")
+    bounds = (lineage or Bounds()) if recover else None
+    return Options(workers, tuple(sorted(virtual.items())), listen, sync, num_threads, start_timeout_s, rules, bounds)
 
 
 def default_sync() -> bool:

@@ -23,12 +23,17 @@ from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
 from dtorch.transport.dial import connect
-from dtorch.transport.errors import ConnectionLostError
-from dtorch.transport.messages import PROTOCOL_VERSION, Failure, FromWorker, Hello
+from dtorch.transport.errors import ConnectionLostError, DTorchError
+from dtorch.transport.link import Link
+from dtorch.transport.messages import PROTOCOL_VERSION, Failure, FromWorker, Halt, Hello, Ping, Pong
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
 
+HANG_UP_S = 0.2
+"""How long the end of a worker may wait for the goodbye of its heartbeat's link."""
+STUCK_S = 5.0
+"""How long a worker that was told to halt may wait on for others to form a group; then it gives itself up."""
 GROUP_TIMEOUT_S = 1800.0
 """A collective's last resort; a lost worker is noticed by the controller long before."""
 
@@ -46,15 +51,73 @@ def main(args: dict[str, Any]) -> None:
     if os.environ.get("DTORCH_KEEP_PAGES", "1") != "0":
         keep_pages()
     # In a thread of its own: the main thread may have been forked from a user's, with its modes of torch in force.
-    outcome: list[BaseException] = []
-    thread = threading.Thread(target=_run, args=(args, outcome), name="dtorch-worker")
+    life = _Life(args)
+    thread = threading.Thread(target=_run, args=(args, life), name="dtorch-worker")
     thread.start()
+    try:
+        asyncio.run(life.beat())
+    except DTorchError as error:  # no second link: go on without
+        sys.stderr.write(f"dtorch: worker {args['worker']} has no heartbeat: {error}\n")
     thread.join()
-    if outcome:
-        raise outcome[0]
+    if life.outcome is not None:
+        raise life.outcome
 
 
-def _run(args: dict[str, Any], outcome: list[BaseException]) -> None:
+class _Life:
+    """What the two threads of a worker share: one executes, the main thread answers what must not wait.
+
+    Attributes:
+        worker: None until the other thread has made it.
+        outcome: why the other thread has ended, if it was not told to.
+    """
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self._args = args
+        self.worker: Worker | None = None
+        self.outcome: BaseException | None = None
+        self._over = False
+        self._beating: asyncio.Task[Any] | None = None
+
+    def end(self) -> None:
+        """The other thread has ended."""
+        self._over = True
+        beating = self._beating
+        if beating is not None:
+            with contextlib.suppress(RuntimeError):  # its loop was closed just now
+                beating.get_loop().call_soon_threadsafe(beating.cancel)
+
+    async def beat(self) -> None:
+        """Answer heartbeats, and halt sessions, until the other thread has ended or the controller is gone."""
+        self._beating = asyncio.current_task()
+        if self._over:
+            return
+        hello = Hello(PROTOCOL_VERSION, int(self._args["worker"]), os.getpid(), True)
+        with contextlib.suppress(asyncio.CancelledError):
+            link = await connect(str(self._args["address"]), str(self._args["token"]), hello)
+            try:
+                await self._answer(link)
+            finally:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(link.close(), HANG_UP_S)
+
+    async def _answer(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        while (frame := await link.receive()) is not None:
+            match codec.decode_to_worker(frame):
+                case Ping(number):
+                    with contextlib.suppress(ConnectionLostError):
+                        link.send_nowait(codec.encode(Pong(number)))
+                case Halt(session, epoch) if self.worker is not None:
+                    self.worker.halt(session, epoch)
+                    loop.call_later(STUCK_S, self._check_stuck, session, epoch)
+
+    def _check_stuck(self, session: int, epoch: int) -> None:
+        if self.worker is not None and self.worker.is_stuck(session, epoch):
+            sys.stderr.write("dtorch: this worker waits for a group that will never form; it ends, others take over\n")
+            os._exit(1)
+
+
+def _run(args: dict[str, Any], life: _Life) -> None:
     try:
         torch.set_num_threads(int(args["num_threads"]))
         device = torch.device(dict(args["virtual"]).get(args["kind"], args["kind"]))
@@ -65,14 +128,16 @@ def _run(args: dict[str, Any], outcome: list[BaseException]) -> None:
         try:
             import uvloop
         except ImportError:  # not made for this system
-            asyncio.run(_serve(args))
+            asyncio.run(_serve(args, life))
         else:
-            uvloop.run(_serve(args))
+            uvloop.run(_serve(args, life))
     except BaseException as error:
-        outcome.append(error)
+        life.outcome = error
+    finally:
+        life.end()
 
 
-async def _serve(args: dict[str, Any]) -> None:
+async def _serve(args: dict[str, Any], life: _Life) -> None:
     number = int(args["worker"])
     address, token = str(args["address"]), str(args["token"])
     link = await connect(address, token, Hello(PROTOCOL_VERSION, number, os.getpid()))
@@ -81,17 +146,18 @@ async def _serve(args: dict[str, Any]) -> None:
     def send(message: FromWorker) -> None:
         send_frame(encode(message))
 
-    def group(members: tuple[int, ...], kind: str) -> Group:
+    def group(members: tuple[int, ...], kind: str, epoch: int = 0) -> Group:
         # torch.distributed takes a while to import, and one worker alone never needs it
         from dtorch.transport.groups import make_group
         from dtorch.transport.store import SessionStore
 
-        name = f"{kind}-{'-'.join(map(str, members))}"
-        store = SessionStore(address, token, name)
+        name = f"{epoch}-{kind}-{'-'.join(map(str, members))}"
+        store = SessionStore(address, token, name, stopped=lambda: worker.is_halting(link.session))
         return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
 
     executor = partial(Executor, folders=args.get("folders"), rules=tuple(args.get("rules", RULES)))
     worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow, executor=executor)
+    life.worker = worker
     receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
     spinner = Spinner(asyncio.get_running_loop())
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.

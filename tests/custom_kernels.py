@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -27,3 +29,14 @@ def summed_squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 NUMBER = 3
+
+
+def deadly(x: torch.Tensor) -> torch.Tensor:
+    """Ends the process that runs it on fives; shapes are inferred with zeros."""
+    if bool((x == 5).any()):
+        os._exit(7)
+    return x + 1
+
+
+def once(x: torch.Tensor) -> torch.Tensor:
+    return x + 1

@@ -347,7 +347,7 @@ def _kill_one() -> str:
 
 @pytest.fixture(params=["shared", "per-device"])
 def both_modes(request: pytest.FixtureRequest) -> Iterator[str]:
-    dtorch.init(workers=request.param)
+    dtorch.init(workers=request.param, recover=False)
     yield request.param
     dtorch.shutdown()
 
@@ -388,6 +388,7 @@ def _loop(x: dtorch.Tensor, fetch: bool) -> None:
 
 
 def test_the_next_op_starts_afresh_by_itself(mesh: DeviceMesh) -> None:
+    dtorch.init(recover=False)
     x = dtorch.ones(3, device_mesh=mesh)
     x.to_torch()
     _kill_one()
@@ -398,9 +399,10 @@ def test_the_next_op_starts_afresh_by_itself(mesh: DeviceMesh) -> None:
 
 def test_a_lost_worker_wakes_a_client_that_waits_for_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. Far more is recorded than may be in flight. 2. The client waits. 3. Only then a worker is killed."""
+    dtorch.init(recover=False)
     x = dtorch.ones((2000, 2000), device_mesh=mesh, placements=[Shard(0)])
     x.to_torch()
-    room = current_session().thread._room
+    room = current_session().thread._roomy
     wait = room.wait
     waits: list[str] = []
 
@@ -415,6 +417,7 @@ def test_a_lost_worker_wakes_a_client_that_waits_for_room(mesh: DeviceMesh, monk
 
 
 def test_the_reason_has_the_last_words_of_a_worker_that_gave_up(mesh: DeviceMesh) -> None:
+    dtorch.init(recover=False)
     x = dtorch.ones(3, device_mesh=mesh)
     x.to_torch()
     session = current_session()

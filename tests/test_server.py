@@ -331,7 +331,7 @@ async def test_shutdown_finishes_what_runs(examples: SimpleNamespace, twin: Any)
 
 
 async def test_health_turns_false_when_a_worker_dies(examples: SimpleNamespace, twin: Any) -> None:
-    dtorch.init()
+    dtorch.init(recover=False)
     try:
         async with running(examples, twin, gated=True) as app:
             response = await app.generate("1 2 3", 100)

@@ -182,7 +182,7 @@ class Lodger:
         self.spending.spend(now - self._counted_ns, not self._is_billed)
         self._counted_ns = now
 
-    def _group(self, members: tuple[int, ...], kind: str) -> Group:
+    def _group(self, members: tuple[int, ...], kind: str, epoch: int = 0) -> Group:
         with self._turns.released(self.session):
             group = self._make(self.session, members, kind)
         self._groups.append(group)
@@ -210,6 +210,9 @@ class _PatientGroup:
 
     def close(self) -> None:
         self._group.close()
+
+    def abort(self) -> None:
+        self._group.abort()
 
 
 class _Patience:

@@ -35,10 +35,15 @@ from dtorch.runtime.controller import (
     Exited,
     Failed,
     Finished,
+    Forfeited,
+    Halting,
     Instruction,
+    Interrupt,
     Joined,
+    Kill,
     Lost,
     Received,
+    Regained,
     Send,
     Sent,
     Settled,
@@ -393,6 +398,8 @@ class Tenancy:
                     self._later(SUSPECT_S, partial(self.worker_gone, number, reason))
                 case Lost(number, reason):
                     self.end("WorkerLostError", reason, number)
+                case Interrupt() | Kill() | Halting() | Forfeited() | Regained():
+                    raise AssertionError("only a controller that recovers says so")
                 case _:
                     assert_never(instruction)
 

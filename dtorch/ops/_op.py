@@ -465,6 +465,8 @@ class Op:
             extra["cuts"] = cuts  # inputs that each device cuts further for itself
         if self.random:
             extra["random"] = True
+        if found.kernel in VIEW_KERNELS and self.writes is None and any(o.alias is not None for o in call.outputs):
+            extra["aliases"] = [-1 if o.alias is None else o.alias for o in call.outputs]
         if call.mutates:
             extra["mutates"] = list(call.mutates)
         layouts = inputs if inputs is not None else tuple(

@@ -37,8 +37,12 @@ Pair = tuple[Sequence[Placement], "Placement | Sequence[Placement]"]
 class CustomOp(Op):
     """A row of the op table that a user has added. Its name is announced to a session before the first call there."""
 
+    repeatable = True
+
     def signature(self, session: Any, *args: Any, **kwargs: Any) -> Signature:
         announce(session)
+        if not self.repeatable:
+            kwargs["params"] = {**(kwargs.get("params") or {}), "repeatable": False}
         return super().signature(session, *args, **kwargs)
 
 
@@ -50,6 +54,7 @@ def register_op(
     random: bool = False,
     writes: int | None = None,
     is_view: bool = False,
+    repeatable: bool = True,
 ) -> CustomOp:
     """Add an op whose function the workers import by name. What is returned is called with dtorch tensors.
 
@@ -68,6 +73,8 @@ def register_op(
         random: it draws; then it runs once for the whole tensor.
         writes: the tensor input that it writes in place and returns.
         is_view: the result shares memory with its first input.
+        repeatable: it may run again when a worker was lost (docs/failure.md). False for one that does more than compute:
+            its results are then lost with the worker.
 
     Raises:
         ValueError: the path or the rule is written wrongly, or names the ``__main__`` module, which workers do not have.
@@ -78,6 +85,7 @@ def register_op(
     name = PREFIX + path
     varies: frozenset[int | str] | bool = numbers if isinstance(numbers, bool) else frozenset(numbers)
     op = CustomOp(name, fn, _rule_of(rule), numbers=varies, random=random, writes=writes, is_view=is_view)
+    op.repeatable = repeatable
     op.__name__ = op.__qualname__ = path.rpartition(":")[2]
     OPS[name] = op
     _allowed.add(name)

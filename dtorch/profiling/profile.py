@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
-from dtorch.failures import describe
+from dtorch.failures import SignatureFacts, describe
 from dtorch.lines import place as line_place
 from dtorch.profiling import timeline
 from dtorch.profiling.lanes import lanes_svg
@@ -19,7 +19,7 @@ from dtorch.profiling.timeline import Call, DeviceTime, Event, OpTime
 from dtorch.runtime import promise
 from dtorch.runtime.recorder import locate
 from dtorch.runtime.tracing import Spans
-from dtorch.session import Session, SignatureFacts, current_session
+from dtorch.session import Session, current_session
 from dtorch.transport.errors import DTorchError
 from dtorch.transport.messages import Trace
 

@@ -58,9 +58,10 @@ class Binder:
         worker: this worker's number.
         resolve: op name -> function, from the op table; raises KeyError.
         device_of: the torch device that stands for a place.
-        make_group: process group of a set of workers.
+        make_group: process group of (workers, kind); also given the epoch once devices have moved.
 
     Attributes:
+        epoch: how often the session's workers were regrouped.
         places: the places that this worker hosts.
         place_index: their positions in ``places``.
         files: which files the session may touch here.
@@ -71,7 +72,7 @@ class Binder:
         worker: int,
         resolve: Callable[[str], Callable[..., Any]],
         device_of: Callable[[Place], torch.device],
-        make_group: Callable[[tuple[int, ...], str], Group],
+        make_group: Callable[..., Group],
     ) -> None:
         self.worker = worker
         self._resolve = resolve
@@ -86,18 +87,28 @@ class Binder:
         self._into: dict[tuple[int, int], dict[int, Callable[..., Any]]] = {}
         self.places: list[Place] = []
         self.place_index: dict[Place, int] = {}
+        self._backing: dict[Place, torch.device] = {}  # what stands for a place that was moved
+        self.epoch = 0
+        self.is_joining = False  # waits for others to make a group
 
     def device_of(self, place: Place) -> torch.device:
         """The torch device that stands for a hosted place."""
+        moved = self._backing.get(place)
+        if moved is not None:
+            return moved
         return self._local_device((place[0], self._locals.get(place, place[1])))
 
     def add_mesh(self, mesh: MeshInfo) -> int:
         """Learn of a mesh; the answer is how many places this worker hosts now."""
         self.meshes[mesh.mesh] = mesh
+        for device, backing in zip(mesh.devices, mesh.backing, strict=False):
+            if backing:
+                kind, _, index = backing.partition(":")
+                self._backing[mesh.kind, device] = self._local_device((kind, int(index)))
         numbers = mesh.locals or mesh.devices
         for device, host, number in zip(mesh.devices, mesh.workers, numbers, strict=True):
             place = (mesh.kind, device)
-            if number != device:
+            if number != device or place in self._locals:
                 self._locals[place] = number
             if host == self.worker and place not in self.place_index:
                 self.place_index[place] = len(self.places)
@@ -167,8 +178,8 @@ class Binder:
             if len(workers) > 1:
                 many_hosts = any(info.locals for info in infos.values())
                 devices = {(host if many_hosts else 0, self.device_of(place)) for place, host in hosts.items()}
-                own_gpus = len(devices) == len(hosts) and {d.type for _, d in devices} == {"cuda"}
-                group = self._group(workers, "nccl" if own_gpus and len(infos) == 1 else "gloo")
+                own_gpus = len(devices) == len(hosts) == len(workers) and {d.type for _, d in devices} == {"cuda"}
+                group = self.group(workers, "nccl" if own_gpus and len(infos) == 1 else "gloo")
             bound.comm = Comm(mine, hosts, group, self.worker, self.device_of)
             source = infos[(definition.inputs or definition.outputs)[0].mesh]
             bound.members = Members(source)
@@ -191,11 +202,39 @@ class Binder:
             self._into[key] = found
         return found
 
-    def _group(self, workers: tuple[int, ...], kind: str) -> Group:
+    def group(self, workers: tuple[int, ...], kind: str) -> Group:
+        """The group of some workers in this epoch. The first time it blocks until all of them make it.
+
+        Raises:
+            ConnectionLostError: one of them is gone.
+        """
         group = self._groups.get((workers, kind))
         if group is None:
-            group = self._groups[workers, kind] = self._make_group(workers, kind)
+            self.is_joining = True
+            try:
+                make = self._make_group
+                group = make(workers, kind, self.epoch) if self.epoch else make(workers, kind)
+            finally:
+                self.is_joining = False
+            self._groups[workers, kind] = group
         return group
+
+    def abort(self) -> None:
+        """Let no exchange wait any longer: all fail with ConnectionLostError. Any thread may call this."""
+        for group in list(self._groups.values()):
+            group.abort()
+
+    def regroup(self, epoch: int, hosts: dict[Place, int]) -> None:
+        """Devices are on other workers from now on: drop what was made for the old ones. Meshes were announced anew."""
+        self.epoch = epoch
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._bound.clear()
+        self._into.clear()
+        for place, host in hosts.items():
+            if host != self.worker and place in self.place_index:
+                del self.place_index[place]
 
 
 def _no_function(*_: Any, **__: Any) -> Any:

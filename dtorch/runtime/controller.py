@@ -13,13 +13,44 @@ own, and random ops are drawn by all workers alike.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from typing_extensions import assert_never
 
+from dtorch.runtime.events import (
+    Asked,
+    AskedTrace,
+    Closing,
+    Counted,
+    Defined,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Forfeited,
+    Halting,
+    Instruction,
+    Interrupt,
+    Joined,
+    Kill,
+    Lost,
+    Migrating,
+    Place,
+    Received,
+    Regained,
+    Send,
+    Sent,
+    Settled,
+    Start,
+    Submission,
+    Submitted,
+    Suspect,
+)
+from dtorch.runtime.lineage import Bounds
+from dtorch.runtime.recovery import Recovery
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
@@ -28,7 +59,6 @@ from dtorch.transport.messages import (
     AskStatistics,
     AskTrace,
     Batch,
-    Blob,
     Define,
     Definition,
     Done,
@@ -36,184 +66,34 @@ from dtorch.transport.messages import (
     Fetch,
     Forget,
     FromWorker,
+    Held,
     Hello,
     MeshInfo,
+    Pong,
     Program,
     RandomState,
+    Resumed,
     Seed,
-    SharedBlob,
+    Snapshots,
     StartTrace,
     Statistics,
     Stop,
-    StreamBlob,
     Trace,
     Value,
 )
 
-# ---- events
+__all__ = [
+    "Asked", "AskedTrace", "Closing", "Controller", "Counted", "Defined", "Event", "Exited", "Failed", "Finished",
+    "Forfeited", "Halting", "Instruction", "Interrupt", "Joined", "Kill", "Lost", "Migrating", "Received", "Regained",
+    "Send", "Sent", "Settled", "Start", "Submission", "Submitted", "Suspect",
+]  # fmt: skip
 
 
 MAX_BODIES = 256
 """Bodies of batches remembered with the meshes that they touch."""
 
-
-class Submission(Protocol):
-    """A batch as the controller sees it: all but its calls. The recorder's ``Outgoing`` is one."""
-
-    @property
-    def seq(self) -> int: ...
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def meshes(self) -> tuple[MeshInfo, ...]: ...
-    @property
-    def definitions(self) -> tuple[Definition, ...]: ...
-    @property
-    def programs(self) -> tuple[Program, ...]: ...
-    @property
-    def uploads(self) -> tuple[Blob | SharedBlob | StreamBlob, ...]: ...
-    @property
-    def fetches(self) -> tuple[Fetch, ...]: ...
-    @property
-    def freed_meshes(self) -> tuple[int, ...]: ...
-    @property
-    def signatures(self) -> Collection[int]: ...
-    @property
-    def refused(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """The client sent a batch."""
-
-    batch: Submission
-
-
-@dataclass(frozen=True)
-class Defined:
-    """The client announced meshes and signatures ahead of the batch that uses them."""
-
-    meshes: tuple[MeshInfo, ...]
-    definitions: tuple[Definition, ...]
-    programs: tuple[Program, ...]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The client sent a message for all workers, in program order."""
-
-    message: Seed | Forget | Allow | StartTrace
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The client wants every worker's statistics."""
-
-    ticket: int
-    memory: bool
-    reset_peak: bool
-
-
-@dataclass(frozen=True)
-class AskedTrace:
-    """The client wants every worker's clock and, with ``stop``, what it noted since the profile began."""
-
-    ticket: int
-    stop: bool
-
-
-@dataclass(frozen=True)
-class Joined:
-    worker: int
-
-
-@dataclass(frozen=True)
-class Received:
-    worker: int
-    message: FromWorker
-
-
-@dataclass(frozen=True)
-class Exited:
-    worker: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Closing:
-    pass
-
-
-Event = Submitted | Defined | Sent | Asked | AskedTrace | Joined | Received | Exited | Closing
-
-# ---- instructions
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a process for these devices."""
-
-    worker: int
-    kind: str
-    device: int
-    shared: bool  # it hosts every CPU device that has no worker of its own
-
-
-@dataclass(frozen=True)
-class Send:
-    worker: int
-    frame: bytes
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Every worker concerned has executed batch ``seq``."""
-
-    seq: int
-
-
-@dataclass(frozen=True)
-class Settled:
-    """All parts of a fetch are here; ``error`` is (worker, failure number) when the value is poisoned."""
-
-    ticket: int
-    values: tuple[Value, ...]
-    error: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Counted:
-    """All workers have answered a request for statistics or for what they noted."""
-
-    ticket: int
-    answers: tuple[Statistics, ...] | tuple[Trace, ...]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A call failed on a worker."""
-
-    worker: int
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A worker lost touch with another one. That one's end will be reported; if it is not, this worker's is assumed."""
-
-    worker: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker ended on its own: the session is over."""
-
-    worker: int
-    reason: str
-
-
-Instruction = Start | Send | Finished | Settled | Counted | Failed | Suspect | Lost
+_WAIT = (Submitted, Defined, Sent, Asked, AskedTrace, Migrating)
+"""What waits while the workers are halted: everything from the client but the end."""
 
 
 class Phase(enum.Enum):
@@ -229,10 +109,13 @@ class _Worker:
     queue: list[bytes] = field(default_factory=list)
     awaits_random_state: bool = False  # its queue waits for another worker's generator state
     last_words: str = ""  # why it is about to end, in its own words
+    start: Start | None = None  # how it was started
 
 
 @dataclass
 class _Fetch:
+    seq: int  # of the batch behind which the value is read
+    fetch: Fetch
     waiting: set[int]
     values: list[Value] = field(default_factory=list)
 
@@ -244,6 +127,7 @@ class Controller:
         session: number carried by every message.
         shared_kinds: device kinds whose devices all live in worker 0; other kinds get one worker a device.
         place: where workers are not the session's own: (kind, device) -> worker, and the device's number there.
+        recover: how much to remember, so that the session can go on when a worker is lost; None: it ends then.
     """
 
     def __init__(
@@ -251,19 +135,22 @@ class Controller:
         session: int,
         shared_kinds: frozenset[str],
         place: Callable[[str, int], tuple[int, int]] | None = None,
+        recover: Bounds | None = None,
     ) -> None:
         self.session = session
+        self._recovery = None if recover is None else Recovery(self, recover)
+        self._shared_worker = 0
         self._shared_kinds = shared_kinds
         self._place = place
         self._locals: dict[tuple[str, int], int] = {}  # a device's number on its worker, where ``place`` says so
         self._workers: dict[int, _Worker] = {}
-        self._hosts: dict[tuple[str, int], int] = {}
+        self.hosts: dict[Place, int] = {}
         self._mesh_workers: dict[int, tuple[int, ...]] = {}
         self._signature_mesh: dict[int, tuple[int, ...]] = {}
-        self._meshes: list[MeshInfo] = []
+        self.meshes: list[MeshInfo] = []
         self._definitions: dict[int, Definition] = {}  # the live ones, for workers that start late
         self._programs: dict[int, Program] = {}
-        self._running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
+        self.running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
         self._fetches: dict[int, _Fetch] = {}
         self._asked: dict[int, tuple[set[int], list[Any]]] = {}
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
@@ -284,7 +171,7 @@ class Controller:
         return tuple(w.number for w in self._workers.values() if w.phase is not Phase.GONE)
 
     def worker_of(self, kind: str, device: int) -> int | None:
-        return self._hosts.get((kind, device))
+        return self.hosts.get((kind, device))
 
     @property
     def num_definitions(self) -> int:
@@ -293,7 +180,7 @@ class Controller:
 
     @property
     def num_meshes(self) -> int:
-        return len(self._meshes)
+        return len(self.meshes)
 
     def workers_of(self, mesh: int) -> tuple[int, ...]:
         """The workers that host a mesh's devices; () when it is unknown."""
@@ -306,6 +193,10 @@ class Controller:
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done about an event. Raises ProtocolError when a worker sent what cannot be right."""
+        recovery = self._recovery
+        if recovery is not None and recovery.active and isinstance(event, _WAIT):
+            recovery.held_back.append(event)
+            return []
         match event:
             case Submitted(batch):
                 return self._submitted(batch)
@@ -314,6 +205,8 @@ class Controller:
             case Sent(message):
                 if isinstance(message, Seed):
                     self._seed, self._drawn = message, False
+                    if recovery is not None:
+                        recovery.lineage.seeded(message)
                 elif isinstance(message, Allow):
                     self._allow = message
                 elif isinstance(message, StartTrace):
@@ -323,6 +216,8 @@ class Controller:
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
                     self._bodies.clear()
                     self._programs = {n: p for n, p in self._programs.items() if n >= message.sig}
+                    if recovery is not None:
+                        recovery.lineage.forget(message.sig)
                 return self._broadcast(encode(message), self.workers)
             case Asked(ticket, memory, reset_peak):
                 return self._ask(AskStatistics(self.session, ticket, memory, reset_peak))
@@ -336,8 +231,14 @@ class Controller:
                 return self._received(worker, message)
             case Exited(worker, reason):
                 return self._exited(worker, reason)
+            case Migrating():
+                if recovery is None:
+                    raise ProtocolError("devices move only in a session that recovers")
+                return recovery.migrate(event)
             case Closing():
                 self._closing = True
+                if recovery is not None:
+                    recovery.lineage.clear()
                 return self._broadcast(encode(Stop()), self.workers)
         assert_never(event)
 
@@ -350,7 +251,7 @@ class Controller:
         meshes_made = []
         for mesh in meshes:
             out += self._add_mesh(mesh)
-            meshes_made.append(self._meshes[-1])
+            meshes_made.append(self.meshes[-1])
         for definition in definitions:
             self._signature_mesh[definition.sig] = self._meshes_of(definition)
             self._definitions[definition.sig] = definition
@@ -358,6 +259,8 @@ class Controller:
             self._programs[program.sig] = program
             if self._signature_mesh[program.sig]:
                 self._signature_mesh[program.sig] = program.meshes
+        if self._recovery is not None:
+            self._recovery.lineage.define(definitions, programs)
         return out + self._broadcast(encode(Define(self.session, tuple(meshes_made), definitions, programs)), self.workers)
 
     def _submitted(self, batch: Submission) -> list[Instruction]:
@@ -369,9 +272,11 @@ class Controller:
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches, batch.refused))
         for fetch in batch.fetches:
-            self._fetches[fetch.ticket] = _Fetch(set(self._mesh_workers[fetch.mesh]))
+            self._fetches[fetch.ticket] = _Fetch(batch.seq, fetch, set(self._mesh_workers[fetch.mesh]))
+        if self._recovery is not None:
+            self._recovery.submitted(batch)
         if concerned:
-            self._running[batch.seq] = set(concerned)
+            self.running[batch.seq] = set(concerned)
         else:
             out.append(Finished(batch.seq))
         return out + self._broadcast(frame, concerned)
@@ -415,36 +320,38 @@ class Controller:
         hosts, numbers = [], []
         for device in mesh.devices:
             place = (mesh.kind, device)
-            if place not in self._hosts:
+            if place not in self.hosts:
                 out += self._host(place)
-            hosts.append(self._hosts[place])
+            hosts.append(self.hosts[place])
             numbers.append(self._locals.get(place, device))
         local = tuple(numbers) if self._locals else ()
-        self._meshes.append(msgspec.structs.replace(mesh, workers=tuple(hosts), locals=local))
+        self.meshes.append(msgspec.structs.replace(mesh, workers=tuple(hosts), locals=local))
         self._mesh_workers[mesh.mesh] = tuple(sorted(set(hosts)))
         return out
 
-    def _host(self, place: tuple[str, int]) -> list[Instruction]:
+    def _host(self, place: Place) -> list[Instruction]:
         kind, device = place
         shared = kind in self._shared_kinds
         if self._place is not None:
             number, self._locals[place] = self._place(kind, device)
         else:
-            number = 0 if shared else max([0, *self._workers]) + 1
-        self._hosts[place] = number
-        if number in self._workers:
-            return []
-        worker = _Worker(number)
-        out: list[Instruction] = [Start(number, kind, device, shared)]
+            number = self._shared_worker if shared else self._next_worker()
+        self.hosts[place] = number
+        return [] if number in self._workers else self._begin(Start(number, kind, device, shared))
+
+    def _next_worker(self) -> int:
+        return max([0, *self._workers]) + 1
+
+    def _begin(self, start: Start) -> list[Instruction]:
+        """Start a worker that is to know everything that the others know."""
+        number = start.worker
+        out: list[Instruction] = [start]
         elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
-        self._workers[number] = worker
-        if self._allow is not None:
-            worker.queue.append(encode(self._allow))
-        if self._tracing is not None:
-            worker.queue.append(encode(self._tracing))
-        if self._meshes:
+        worker = self._workers[number] = _Worker(number, start=start)
+        self.empty_queue(number)
+        if self.meshes:
             known = Define(
-                self.session, tuple(self._meshes), tuple(self._definitions.values()), tuple(self._programs.values())
+                self.session, tuple(self.meshes), tuple(self._definitions.values()), tuple(self._programs.values())
             )
             worker.queue.append(encode(known))
         if self._drawn and elders:
@@ -456,7 +363,7 @@ class Controller:
             worker.queue.append(encode(self._seed))
         return out
 
-    def _broadcast(self, frame: bytes, workers: tuple[int, ...]) -> list[Instruction]:
+    def _broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
         out: list[Instruction] = []
         for number in workers:
             worker = self._workers[number]
@@ -482,7 +389,8 @@ class Controller:
         if worker is None or worker.phase is not Phase.STARTING:
             return []
         worker.phase = Phase.READY
-        return self._drain(worker)
+        out = self._drain(worker)
+        return out if self._recovery is None else out + self._recovery.joined()
 
     def _drain(self, worker: _Worker) -> list[Instruction]:
         if worker.phase is not Phase.READY or worker.awaits_random_state:
@@ -496,14 +404,19 @@ class Controller:
         match message:
             case Done(_, seq, _, values):
                 out: list[Instruction] = []
+                recovery = self._recovery
+                if recovery is not None and seq > 0:
+                    recovery.done(worker, seq)
                 for value in values:
                     out += self._value(worker, value.ticket, value)
-                running = self._running.get(seq)
+                running = self.running.get(seq)
                 if running is not None:
                     running.discard(worker)
                     if not running:
-                        del self._running[seq]
+                        del self.running[seq]
                         out.append(Finished(seq))
+                        if recovery is not None:
+                            recovery.finished(seq)
                 return out
             case Failure():
                 return self._failure(worker, message)
@@ -511,31 +424,42 @@ class Controller:
                 ticket = message.ticket
                 if ticket not in self._asked:
                     raise ProtocolError(f"worker {worker} answers question {ticket}, which nobody asked")
-                waiting, got = self._asked[ticket]
-                waiting.discard(worker)
-                got.append(message)
-                if waiting:
-                    return []
-                del self._asked[ticket]
-                return [Counted(ticket, tuple(got))]
+                self._asked[ticket][1].append(message)
+                return self._answered(ticket, worker)
             case RandomState(_, ticket, _):
                 if ticket not in self._random_askers:
                     raise ProtocolError(f"worker {worker} answers question {ticket}, which nobody asked")
                 waiter = self._workers[self._random_askers.pop(ticket)]
+                if not waiter.awaits_random_state:
+                    return []  # it was told in another way
                 waiter.awaits_random_state = False
                 waiter.queue.insert(0, encode(message))
                 return self._drain(waiter)
-            case Hello():
+            case Held() | Snapshots() | Resumed():
+                if self._recovery is None:
+                    raise ProtocolError(f"worker {worker} answers {type(message).__name__}, which nobody asked")
+                return self._recovery.received(worker, message)
+            case Hello() | Pong():
                 return []
         assert_never(message)
+
+    def _answered(self, ticket: int, worker: int) -> list[Instruction]:
+        waiting, got = self._asked[ticket]
+        waiting.discard(worker)
+        if waiting:
+            return []
+        del self._asked[ticket]
+        return [Counted(ticket, tuple(got))]
 
     def _failure(self, worker: int, failure: Failure) -> list[Instruction]:
         if failure.index < 0 and failure.error < 0:
             self._workers[worker].last_words = failure.trace or failure.text
             return []
+        if failure.kind == "ConnectionLostError" and self._recovery is not None and self._recovery.active:
+            return []  # an echo of the loss that everybody is halting for
         if failure.kind == "ConnectionLostError":
             self._torn = True
-            return [Suspect(worker, failure.text)]
+            return [Suspect(worker, failure.text, self.epoch)]
         return [] if self._torn else [Failed(worker, failure)]
 
     def _value(self, worker: int, ticket: int, value: Value) -> list[Instruction]:
@@ -557,8 +481,116 @@ class Controller:
         worker = self._workers.get(number)
         if worker is None or worker.phase is Phase.GONE:
             return []
+        joined = worker.phase is Phase.READY
         worker.phase = Phase.GONE
         worker.queue.clear()
         if worker.last_words:
             reason = f"{reason}; its last words: {worker.last_words.rstrip()}"
-        return [] if self._closing else [Lost(number, reason)]
+        if self._closing:
+            return []
+        recovery = self._recovery
+        if recovery is None:
+            return [Lost(number, reason)]
+        if number in recovery.leaving and number not in self.hosts.values():
+            recovery.leaving.discard(number)
+            return self.answer_for(number)
+        return recovery.lose(number, reason, joined)
+
+    # ---- for the recovery
+
+    @property
+    def epoch(self) -> int:
+        """How many losses and moves there were."""
+        return 0 if self._recovery is None else self._recovery.epoch
+
+    @property
+    def definition_table(self) -> dict[int, Definition]:
+        return self._definitions
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return tuple(self._programs.values())
+
+    @property
+    def seed(self) -> Seed | None:
+        return self._seed
+
+    def broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
+        return self._broadcast(frame, workers)
+
+    def host(self, place: Place) -> list[Instruction]:
+        """See to it that a place has a worker."""
+        return [] if place in self.hosts else self._host(place)
+
+    def local_of(self, place: Place) -> int:
+        """The device's number on its worker."""
+        return self._locals.get(place, place[1])
+
+    def calm(self) -> None:
+        """From here on errors are not taken for echoes of a loss."""
+        self._torn = False
+
+    def answer_for(self, number: int) -> list[Instruction]:
+        """Nobody waits for a lost worker's statistics."""
+        return [i for ticket in list(self._asked) for i in self._answered(ticket, number)]
+
+    def ready_and_starting(self) -> tuple[list[int], list[int]]:
+        alive = [w for w in self._workers.values() if w.phase is not Phase.GONE]
+        starting = [w.number for w in alive if w.phase is Phase.STARTING or w.awaits_random_state]
+        return [w.number for w in alive if w.number not in starting], starting
+
+    def empty_queue(self, number: int) -> None:
+        """A worker that has received nothing yet is told only what does not depend on the program."""
+        worker = self._workers[number]
+        worker.awaits_random_state = False
+        worker.queue = [encode(known) for known in (self._allow, self._tracing) if known is not None]
+
+    def start_like(self, number: int) -> tuple[list[Instruction], int]:
+        """One more worker, of the same making as another one."""
+        start = self._workers[number].start
+        assert start is not None
+        new = self._next_worker()
+        return self._begin(replace(start, worker=new)), new
+
+    def replace(self, number: int, places: Iterable[Place]) -> list[Start]:
+        """Start what takes the places of a lost worker. It is told nothing but what does not depend on the program."""
+        starts: list[Start] = []
+        for place in places:
+            if self._place is not None:
+                new, self._locals[place] = self._place(*place)
+                start = Start(new, *place, False)
+            else:
+                old = self._workers[number].start
+                assert old is not None
+                start = starts[0] if starts else replace(old, worker=self._next_worker())
+            if start.worker not in self._workers:
+                self._workers[start.worker] = _Worker(start.worker, start=start)
+                self.empty_queue(start.worker)
+                starts.append(start)
+            self.hosts[place] = start.worker
+        if number == self._shared_worker and starts:
+            self._shared_worker = starts[0].worker
+        return starts
+
+    def refresh_meshes(self, backing: dict[Place, str]) -> None:
+        """Meshes are where their devices are now."""
+        for i, mesh in enumerate(self.meshes):
+            places = [(mesh.kind, device) for device in mesh.devices]
+            hosts = tuple(self.hosts[place] for place in places)
+            local = tuple(self._locals.get(place, place[1]) for place in places) if self._locals else ()
+            moved = tuple(backing.get(place, "") for place in places)
+            self.meshes[i] = msgspec.structs.replace(
+                mesh, workers=hosts, locals=local, backing=moved if any(moved) else ()
+            )
+            self._mesh_workers[mesh.mesh] = tuple(sorted(set(hosts)))
+
+    def pending_fetches(self) -> list[tuple[int, Fetch]]:
+        return [(pending.seq, pending.fetch) for pending in self._fetches.values()]
+
+    def expect_again(self, lost: set[int]) -> None:
+        """All values under way are answered anew, but those of these tickets, which are lost."""
+        for ticket in lost:
+            del self._fetches[ticket]
+        for pending in self._fetches.values():
+            pending.waiting = set(self._mesh_workers[pending.fetch.mesh])
+            pending.values.clear()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import length_hint
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,25 +35,30 @@ from dtorch.runtime.plan import (
     Joint,
     Local,
     Plan,
+    Plans,
     Replay,
     Run,
     decode_body,
     steps_of,
 )
-from dtorch.runtime.poison import Poison
+from dtorch.runtime.poison import Halted, Poison
 from dtorch.runtime.rewrite import RULES, rewrite
 from dtorch.runtime.rewrite.block import Block
+from dtorch.runtime.rewrite.traits import written
+from dtorch.runtime.snapshots import Snapshots
 from dtorch.runtime.tracing import BATCH, COMPUTE, FREE, PLAN, Tracer
-from dtorch.transport.errors import ProtocolError
+from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
 
 if TYPE_CHECKING:
     from dtorch.transport.groups import Group
 
-MAX_PLANNED_CALLS = 32 * 1024
-"""Calls in all compiled plans kept (about 0.7 KiB each); the oldest plans go first."""
-MAX_BODIES_SEEN = 4096
-"""Hashes of bodies that were met once. Only a body that comes again is worth a kept plan."""
+class Position(NamedTuple):
+    """How far a session has executed: all batches before ``seq``, and some calls of that one."""
+
+    seq: int
+    done: int  # mask of these calls
+    draws: int  # how many of them draw random numbers
 
 
 @dataclass
@@ -83,7 +89,7 @@ class Executor:
         worker: int,
         resolve: Callable[[str], Callable[..., Any]],
         device_of: Callable[[Place], torch.device],
-        make_group: Callable[[tuple[int, ...], str], Group],
+        make_group: Callable[..., Group],
         report: Callable[[Failure], None],
         folders: Sequence[str] | None = None,
         rules: tuple[str, ...] = tuple(RULES),
@@ -101,12 +107,16 @@ class Executor:
         self._outer: int | None = None  # while a program replays: the batch index of the call that replays it
         self.stores: list[list[Any]] = []
         self._root = self.stores  # the stores themselves, also while a program has put registers in their place
-        self._plans: dict[bytes, Plan] = {}
-        self._planned_calls = 0
-        self._bodies_seen: dict[int, None] = {}
+        self._plans = Plans()
         self._num_errors = 0
         self._seq = 0
-        self._uploads: list[torch.Tensor] = []
+        self.uploads: list[torch.Tensor] = []
+        # Written by another thread when a worker is gone: above ``binder.epoch``, stop at the next call.
+        self.halt_epoch = 0
+        self.halted = False
+        self.position = Position(0, 0, 0)
+        self.torn: set[int] = set()  # storages that a call had begun to write when it was halted, by address
+        self.snapshots = Snapshots()
         self.memory = MemoryMeter(self)
         self.tracer: Tracer | None = None  # while a profile runs
         self.traffic: dict[int, int] | None = None  # where it is counted: signature -> bytes sent to other devices
@@ -148,7 +158,23 @@ class Executor:
             for sig in [s for s in table if s < below]:
                 del table[sig]
         self._plans.clear()
-        self._planned_calls = 0
+
+    def regroup(self, epoch: int, hosts: dict[Place, int]) -> None:
+        """Devices are on other workers from now on: drop what was made for the old ones."""
+        self.binder.regroup(epoch, hosts)
+        self._compiled.clear()
+        self._plans.clear()
+
+    @contextmanager
+    def beside(self, stores: list[list[Any]], seq: int, uploads: list[torch.Tensor]) -> Iterator[None]:
+        """Calls of batch ``seq`` work on other stores within the block."""
+        own = self.stores
+        self._seq, self.uploads = seq, uploads
+        self.stores = self._root = stores
+        try:
+            yield
+        finally:
+            self.stores = self._root = own
 
     # ---- plans
 
@@ -159,19 +185,10 @@ class Executor:
             return found
         self.counters["plan_misses"] += 1
         made = self._compile(body)
-        key = hash(body)
-        if key not in self._bodies_seen:
-            if len(self._bodies_seen) >= MAX_BODIES_SEEN:
-                del self._bodies_seen[next(iter(self._bodies_seen))]
-            self._bodies_seen[key] = None
-            return made
-        self._planned_calls += made.num_calls + 1
-        while self._planned_calls > MAX_PLANNED_CALLS and self._plans:
-            self._planned_calls -= self._plans.pop(next(iter(self._plans))).num_calls + 1
-        self._plans[body] = made
+        self._plans.add(body, made)
         return made
 
-    def _program(self, sig: int) -> CompiledProgram:
+    def program(self, sig: int) -> CompiledProgram:
         """The plan of a program, over registers."""
         made = self._compiled.get(sig)
         if made is None:
@@ -186,7 +203,7 @@ class Executor:
             made = self._compiled[sig] = CompiledProgram(program, plan, tuple(sorted(places)))
         return made
 
-    def _replay(self, replay: Replay) -> None:
+    def replay(self, replay: Replay) -> None:
         """Run a program on registers of its own; what it captured is read from the stores, by reference."""
         compiled: CompiledProgram = replay.program
         program, plan = compiled.program, compiled.plan
@@ -211,6 +228,10 @@ class Executor:
             outer_sigs, tracer.outer = tracer.sigs, step.index if outer_call is None else outer_call
         try:
             self._run_parts(plan)
+        except Halted:
+            if plan.writes:
+                self.tear(outer_stores, compiled.places, (*step.ins, *(slot for _, slot in program.captured)))
+            raise
         finally:
             self.stores, self._outer = outer_stores, outer_call
             if tracer is not None:
@@ -231,24 +252,46 @@ class Executor:
         named = [slot for step in steps for slot in (*step.outs, *step.ins)]
         for step in steps:
             if step.definition.kernel == "program":
-                program = self._program(step.definition.sig).program
+                program = self.program(step.definition.sig).program
                 named += [slot for _, slot in (*program.captured, *program.kept)]
-        parts = lower(block.items, self.binder, self._program)
+        parts = lower(block.items, self.binder, self.program)
         highest = max([-1, *named, *(slot for _, slots in final for slot in slots)])
-        return Plan(parts, final, highest + 1, len(steps), tuple(step.definition.sig for step in steps))
+        draws = any(step.definition.params.get("random") for step in steps)
+        writes = any(map(written, (step.definition for step in steps)))
+        return Plan(parts, final, highest + 1, len(steps), tuple(step.definition.sig for step in steps), draws, writes)
 
     # ---- execution
 
-    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
-        """Execute one batch. Failures of calls are reported and poison what depends on them; nothing is raised for them."""
+    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> bool:
+        """Execute one batch. Failures of calls are reported and poison what depends on them; nothing is raised for them.
+
+        Returns:
+            Whether it was executed to its end; if not, this session has halted.
+        """
+        self.position = Position(seq, 0, 0)
+        try:
+            self._run(seq, body, uploads)
+        except Halted:
+            self.halted = True
+            return False
+        except ConnectionLostError as error:  # no group could be made; nothing of the batch has run
+            self.lost_touch(0, error)
+            self.halted = True
+            return False
+        self.position = Position(seq + 1, 0, 0)
+        return True
+
+    def _run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
         self._seq = seq
-        self._uploads = uploads
+        self.uploads = uploads
         tracer = self.tracer
         began = 0 if tracer is None else tracer.mark(-1)
         plan = self.plan(body)
         if tracer is not None:
             tracer.seq = seq
             tracer.add(PLAN, -1, -1, began, tracer.mark(-1))
+        if plan.draws:
+            self.snapshots.take(seq)
         self._root = self.stores
         for store in self.stores:
             missing = plan.num_slots - len(store)
@@ -269,29 +312,59 @@ class Executor:
         memory = self.memory
         if self.tracer is not None:
             self.tracer.sigs = plan.sigs
+        count = 0
+        try:
+            for part in plan.parts:
+                if self.halt_epoch > self.binder.epoch and self._outer is None:
+                    raise Halted
+                if type(part) is Local:
+                    for index, runs in part.runs.items():
+                        self.run_local(index, runs)
+                elif type(part) is Joint:
+                    joint.run(self, part, self.uploads)
+                elif type(part) is Fused:
+                    part.run(self, self.run_local)
+                elif type(part) is Begun:
+                    part.flight = joint.Flight(self, part.joints)
+                elif type(part) is Finish:
+                    part.begun.flight.finish()
+                    part.begun.flight = None
+                else:
+                    self.replay(part)
+                count += 1
+                if memory.watching:
+                    memory.observe()
+        except Halted:
+            self._note_halt(plan, count)
+            raise
+
+    def _note_halt(self, plan: Plan, count: int) -> None:
+        """Part ``count`` of a plan was not executed, or not to its end."""
+        for begun in plan.underway(count):
+            self.tear(self.stores, begun.bound.functions, [begun.step.ins[w] for w in written(begun.step.definition)])
         for part in plan.parts:
-            if type(part) is Local:
-                for index, runs in part.runs.items():
-                    self._run_local(index, runs)
-            elif type(part) is Joint:
-                joint.run(self, part, self._uploads)
-            elif type(part) is Fused:
-                part.run(self, self._run_local)
-            elif type(part) is Begun:
-                part.flight = joint.Flight(self, part.joints)
-            elif type(part) is Finish:
-                part.begun.flight.finish()
-                part.begun.flight = None
-            else:
-                self._replay(part)
-            if memory.watching:
-                memory.observe()
+            if isinstance(part, Begun):
+                part.flight = None
+        if self._outer is None:
+            self.position = Position(self._seq, *plan.executed(count))
+
+    def lost_touch(self, call: int, error: ConnectionLostError) -> None:
+        """Another worker does not answer. Unless that is known already, the controller should look into it."""
+        if self.halt_epoch <= self.binder.epoch:
+            kind = type(error).__name__
+            self._report(Failure(self.session, self._seq, call, -1, 0, "", kind, str(error), ""))
+
+    def tear(self, stores: list[list[Any]], places: Iterable[int], slots: Sequence[int]) -> None:
+        """Some call may have written in part into these, or too much: the memory is of no use any more."""
+        for index in places:
+            values = (stores[index][slot] for slot in slots)
+            self.torn.update(v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor))
 
     def observer(self) -> Callable[[Iterator[Any], int], Iterator[Any]] | None:
         """What looks on between the instructions of a run: (instructions, index of the hosted place) -> the same ones."""
         return self.memory.observe_step if self.memory.watching else None
 
-    def _run_local(self, index: int, runs: list[Run]) -> None:
+    def run_local(self, index: int, runs: list[Run]) -> None:
         s = self.stores[index]
         observe = self.observer()
         tracer = self.tracer

@@ -206,12 +206,14 @@ class FairExecutor(Executor):
             raise ProtocolError(f"a program of {program.num_registers} registers is beyond the limit of {MAX_SLOTS}")
         super().add_program(program)
 
-    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
-        super().run(seq, body, uploads)
+    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> bool:
+        if not super().run(seq, body, uploads):
+            return False
         self._note(self._plan)
         self.is_stale = True
         if perf_counter_ns() - self._looked_ns >= LOOK_PART * self._look_cost_ns:
             self.ledger.look()
+        return True
 
     def _note(self, plan: Plan | None) -> None:
         assert plan is not None
@@ -232,7 +234,7 @@ class FairExecutor(Executor):
         assert isinstance(self.binder, FairBinder)
         for sig, count in Counter(plan.sigs).items():
             definition = definitions[sig]
-            inner: Plan | None = self._program(sig).plan if definition.kernel == "program" else None
+            inner: Plan | None = self.program(sig).plan if definition.kernel == "program" else None
             if inner is not None:
                 inner_ops, inner_calls = self._census(inner)
                 ops.update({name: count * number for name, number in inner_ops.items()})

@@ -10,9 +10,10 @@ import torch
 from dtorch.runtime.comm import Place, Received, Wire, merged, split
 from dtorch.runtime.layout import coords, local_shape
 from dtorch.runtime.plan import Joint, Step
-from dtorch.runtime.poison import Poison
+from dtorch.runtime.poison import Halted, Poison
 from dtorch.runtime.template import dtype_of
 from dtorch.runtime.tracing import COMMUNICATION, COMPUTE, COPY, sent_bytes
+from dtorch.transport.errors import ConnectionLostError
 
 if TYPE_CHECKING:
     from dtorch.runtime.binding import Bound
@@ -32,6 +33,9 @@ def run(executor: Executor, joint: Joint, uploads: Sequence[torch.Tensor]) -> No
             _draw(executor, joint.step, bound)
         else:
             _feed(executor, joint.step, bound, uploads)
+    except ConnectionLostError as error:
+        executor.lost_touch(joint.step.index, error)
+        raise Halted from None
     except Exception as error:
         fail(executor, joint, error)
 
@@ -95,6 +99,9 @@ class Flight:
 
     def _fail_all(self, error: Exception) -> None:
         self._exchange = None
+        if isinstance(error, ConnectionLostError):
+            self._executor.lost_touch(self._joints[0].step.index, error)
+            raise Halted from None
         for number in self._running:
             fail(self._executor, self._joints[number], error)
         self._running.clear()

@@ -104,6 +104,17 @@ class LocalLauncher:
         """Process ids of the live workers that the fork server has reported, by number."""
         return dict(self._pids)
 
+    def states(self) -> dict[int, str]:
+        """State of each live worker's process, as the letter of ``/proc/<pid>/stat``; none where the system has no such."""
+        found = {}
+        for worker, pid in self._pids.items():
+            try:
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    found[worker] = chr(file.read().rpartition(b") ")[2][0])
+            except (OSError, IndexError):
+                continue
+        return found
+
     def start(self) -> None:
         """Start the fork server and return while it still imports. Any thread may call this.
 

@@ -60,7 +60,10 @@ class MemoryMeter:
             self._peak.clear()
         self.observe()
         entries = []
+        hosted = self._executor.binder.place_index
         for index, (kind, number) in enumerate(self._executor.places):
+            if hosted.get((kind, number)) != index:  # it has moved away
+                continue
             device = device_of((kind, number))
             now = self.allocated(index)
             peak, reserved = self._peak[index], now

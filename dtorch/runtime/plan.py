@@ -100,7 +100,70 @@ class Plan:
     num_slots: int  # stores must be at least this long
     num_calls: int
     sigs: tuple[int, ...] = ()  # signature of each call
+    draws: bool = False  # some call draws random numbers
+    writes: bool = False  # some call writes in place
     census: Any = None  # kept here by whoever counts calls
+
+    def executed(self, count: int) -> tuple[int, int]:
+        """(mask of the calls, number of those that draw) that are done once the first ``count`` parts are."""
+        mask = draws = 0
+        for part in self.parts[:count]:
+            local = part if isinstance(part, Local) else getattr(part, "part", None)  # of a fusion.Fused
+            if local is not None:
+                for runs in local.runs.values():
+                    for run in runs:
+                        for call in run.calls if run.form != KILL else ():
+                            mask |= 1 << call
+            else:
+                joints = [part] if isinstance(part, (Joint, Replay)) else part.begun.joints if isinstance(part, Finish) else []
+                for joint in joints:
+                    mask |= 1 << joint.step.index
+                    draws += bool(joint.step.definition.params.get("random"))
+        return mask, draws
+
+    def underway(self, count: int) -> list[Joint]:
+        """Joint calls that part ``count`` or an earlier one has begun and that are not done."""
+        begun: list[Joint] = []
+        for part in self.parts[: count + 1]:
+            if isinstance(part, Begun):
+                begun += part.joints
+            elif isinstance(part, Joint):
+                begun.append(part)
+        done, _ = self.executed(count)
+        return [joint for joint in begun if not done >> joint.step.index & 1]
+
+
+MAX_PLANNED_CALLS = 32 * 1024
+"""Calls in all compiled plans kept (about 0.7 KiB each); the oldest plans go first."""
+MAX_BODIES_SEEN = 4096
+"""Hashes of bodies that were met once. Only a body that comes again is worth a kept plan."""
+
+
+class Plans:
+    """Plans kept for bodies that have come before."""
+
+    def __init__(self) -> None:
+        self._plans: dict[bytes, Plan] = {}
+        self._num_calls = 0
+        self._seen: dict[int, None] = {}
+        self.get = self._plans.get
+
+    def add(self, body: bytes, plan: Plan) -> None:
+        """A plan was made; it is kept from the second time on."""
+        key = hash(body)
+        if key not in self._seen:
+            if len(self._seen) >= MAX_BODIES_SEEN:
+                del self._seen[next(iter(self._seen))]
+            self._seen[key] = None
+            return
+        self._num_calls += plan.num_calls + 1
+        while self._num_calls > MAX_PLANNED_CALLS and self._plans:
+            self._num_calls -= self._plans.pop(next(iter(self._plans))).num_calls + 1
+        self._plans[body] = plan
+
+    def clear(self) -> None:
+        self._plans.clear()
+        self._num_calls = 0
 
 
 _decode = msgspec.msgpack.Decoder(tuple[list[list[Any]], list[tuple[int, list[int]]]]).decode

@@ -79,6 +79,7 @@ class Outgoing(msgspec.Struct):
     uploads: tuple[Blob | SharedBlob | StreamBlob, ...]
     fetches: tuple[Fetch, ...]
     freed_meshes: tuple[int, ...]  # meshes whose tensors died
+    keep: tuple[Any, ...] = ()  # whoever may send ``uploads`` again refers to these: they hold the memory
 
     refused = ""  # a head may refuse a batch, a client's own controller does not
 
@@ -165,6 +166,7 @@ class Recorder:
         self._programs: list[Program] = []
         self._uploads: list[Blob | SharedBlob | StreamBlob] = []
         self._upload_bytes = 0
+        self._keep: list[Any] = []  # what must live for the uploads to be readable
         self._hoisted: list[Any] = []  # uploads made during a capture; they run before what follows it
         self._fetches: list[Fetch] = []
         self._sources: dict[int, list[Any]] = {}
@@ -307,8 +309,16 @@ class Recorder:
             self._dead[mesh.mesh] = dead
             return dead
 
-    def upload(self, signature: int, blob: Blob | SharedBlob | StreamBlob, source: tuple[CodeType | None, int]) -> int:
+    def upload(
+        self,
+        signature: int,
+        blob: Blob | SharedBlob | StreamBlob,
+        source: tuple[CodeType | None, int],
+        keep: object = None,
+    ) -> int:
         """Put a call of kernel "upload" together with its bytes; the answer is the slot.
+
+        ``keep`` holds the memory of ``blob``.
 
         The call carries the place of its bytes in the batch, so that a batch that uploads looks the same every time.
         """
@@ -317,6 +327,8 @@ class Recorder:
             call = (signature, slot, len(self._uploads))
             self._uploads.append(blob)
             self._upload_bytes += blob_bytes(blob)
+            if keep is not None:
+                self._keep.append(keep)
             if self._capture is None:
                 self.put((call, *source))
             else:
@@ -412,6 +424,7 @@ class Recorder:
                 definitions=tuple(self._definitions),
                 programs=tuple(self._programs),
                 uploads=tuple(self._uploads),
+                keep=tuple(self._keep),
                 fetches=tuple(self._fetches),
                 freed_meshes=tuple(mesh for mesh, _ in frees),
             )
@@ -420,6 +433,7 @@ class Recorder:
             self._programs.clear()
             self._uploads.clear()
             self._upload_bytes = 0
+            self._keep.clear()
             self._fetches.clear()
             self._sources[self._seq] = chunk
             self.num_ops += len(calls)

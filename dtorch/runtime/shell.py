@@ -23,10 +23,15 @@ from dtorch.runtime.controller import (
     Exited,
     Failed,
     Finished,
+    Forfeited,
+    Halting,
     Instruction,
+    Interrupt,
     Joined,
+    Kill,
     Lost,
     Received,
+    Regained,
     Send,
     Settled,
     Start,
@@ -35,6 +40,8 @@ from dtorch.runtime.controller import (
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.live import Live
+from dtorch.runtime.liveness import Dead
+from dtorch.runtime.pulse import Pulse
 from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.room import Room
 from dtorch.runtime.spin import Spinner
@@ -55,8 +62,24 @@ SUSPECT_S = 2.0
 """How long after a worker lost touch with another one that other's end may be reported."""
 
 
+class Keeper(Protocol):
+    """Who keeps the account of losses and moves. Called in the controller's thread; must not block."""
+
+    def on_forfeited(self, forfeited: Forfeited) -> None: ...
+    def on_regained(self, regained: Regained, halted_s: float) -> None:
+        """All workers go on, after ``halted_s``."""
+        ...
+
+    def on_silent(self, worker: int, silent_s: float) -> None:
+        """A worker counts as lost because it was silent for so long."""
+        ...
+
+
 class Listener(Protocol):
     """The client's side of what comes back. Called in the controller's thread; must not block."""
+
+    @property
+    def elastic(self) -> Keeper: ...
 
     def finished(self, seq: int) -> None: ...
     def settled(self, settled: Settled) -> None: ...
@@ -125,6 +148,8 @@ class ControllerThread:
         self._is_asking = False  # workers have not yet answered the last question for a look
         self.loop: asyncio.AbstractEventLoop = new_loop()
         self._spinner = Spinner(self.loop)
+        self._pulse = Pulse(self.loop, self._launcher.states, self._dead)
+        self._halted_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
         self._launcher.start()  # before there is a thread, so that this process may be forked
         self._thread.start()
@@ -208,6 +233,15 @@ class ControllerThread:
         return dict(self._launcher.pids)
 
     @property
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of the workers that run or start."""
+        return self._controller.workers
+
+    def worker_of(self, kind: str, device: int) -> int | None:
+        """The worker of a device; None when it has none yet."""
+        return self._controller.worker_of(kind, device)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of all frames sent to workers."""
         return self._controller.bytes_sent
@@ -272,6 +306,7 @@ class ControllerThread:
                 except asyncio.TimeoutError:
                     logger.debug("workers did not stop in time")
         finally:
+            self._pulse.close()
             self._launcher.close(0.5)
             if self._server is not None:
                 await self._server.stop()
@@ -361,8 +396,20 @@ class ControllerThread:
                     self._listener.failed(instruction)
                 case Start():
                     self._start(instruction)
-                case Suspect(worker, reason):
-                    self.loop.call_later(SUSPECT_S, self._exited, worker, reason)
+                case Suspect():
+                    self.loop.call_later(SUSPECT_S, self._check_suspect, instruction)
+                case Interrupt(worker, epoch):
+                    self._pulse.halt(worker, self._controller.session, epoch)
+                case Kill(worker):
+                    self._pulse.forget(worker)
+                    self._launcher.kill(worker)
+                case Halting():
+                    self._halted_at = self._halted_at or self.loop.time()
+                case Forfeited():
+                    self._listener.elastic.on_forfeited(instruction)
+                case Regained():
+                    began, self._halted_at = self._halted_at, None
+                    self._listener.elastic.on_regained(instruction, self.loop.time() - (began or self.loop.time()))
                 case Lost(worker, reason):
                     self._lose(worker, reason)
                 case _:
@@ -390,8 +437,20 @@ class ControllerThread:
         if self._controller.is_starting(worker):
             self._exited(worker, f"it was started and did not connect within {self._start_timeout_s:g} s")
 
+    def _check_suspect(self, suspect: Suspect) -> None:
+        if self._controller.epoch == suspect.epoch:
+            self._exited(suspect.worker, suspect.reason)
+
+    def _dead(self, dead: Dead) -> None:
+        self._listener.elastic.on_silent(dead.worker, dead.silent_s)
+        self._launcher.kill(dead.worker)
+        self._exited(dead.worker, dead.reason)
+
     async def _on_link(self, link: Link, hello: Hello) -> None:
         worker = hello.worker
+        if hello.pulse:
+            await self._pulse.serve(worker, link)
+            return
         if worker in self._links or worker not in self._controller.workers:
             await link.close("no such worker is expected")
             return

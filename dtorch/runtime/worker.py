@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from typing_extensions import assert_never
 
+from dtorch.runtime import snapshots
 from dtorch.runtime.comm import Place
 from dtorch.runtime.executor import Executor
 from dtorch.runtime.layout import box, coords, slices
 from dtorch.runtime.poison import Poison
+from dtorch.runtime.rework import Rework
 from dtorch.runtime.template import dtype_name
 from dtorch.runtime.tracing import COPY, Tracer
 from dtorch.transport.bulk import open_blob
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
     Allow,
+    AskHeld,
     AskRandomState,
+    AskSnapshots,
     AskStatistics,
     AskTrace,
     Batch,
@@ -29,8 +33,13 @@ from dtorch.transport.messages import (
     Fetch,
     Forget,
     FromWorker,
+    Halt,
     Piece,
+    Ping,
     RandomState,
+    Redo,
+    Regroup,
+    Resume,
     Seed,
     SharedBlob,
     StartTrace,
@@ -92,6 +101,7 @@ class Worker:
         self._streams = streams
         self._executor = executor
         self._sessions: dict[int, Executor] = {}
+        self._reworks: dict[int, Rework] = {}
         self.stopped = False
 
     def device_of(self, place: Place) -> torch.device:
@@ -125,17 +135,13 @@ class Worker:
             case Allow(_, names):
                 if self._allow is not None:
                     self._allow(names)
-            case Seed(_, seed):
-                torch.manual_seed(seed)
+            case Seed(session, seed):
+                if not self._session(session).halted:
+                    torch.manual_seed(seed)
             case AskRandomState(session, ticket):
-                states = {"cpu": _bytes(torch.get_rng_state())}
-                if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                    states["cuda"] = _bytes(torch.cuda.get_rng_state())
-                self._send(RandomState(session, ticket, states))
+                self._send(RandomState(session, ticket, snapshots.read()))
             case RandomState(_, _, states):
-                torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
-                if "cuda" in states and torch.cuda.is_available():
-                    torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
+                snapshots.write(states)
             case AskStatistics(session, ticket, wants_memory, reset_peak):
                 executor = self._session(session)
                 memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()
@@ -149,21 +155,66 @@ class Worker:
                 self._send(tracer.report(session, ticket, self.number, executor.places))
                 if stop:
                     executor.tracer = None
+            case AskHeld() | AskSnapshots() | Regroup() | Redo() | Resume():
+                self._rework(message)
+            case Halt(session, epoch):
+                self.halt(session, epoch)
             case Stop():
                 self.stopped = True
-            case Welcome():
+            case Welcome() | Ping():
                 pass
             case _:
                 assert_never(message)
 
+    def halt(self, session: int, epoch: int) -> None:
+        """A worker of the session is gone: stop at the next call, and wait for no other worker. Any thread may call this."""
+        executor = self._sessions.get(session)
+        if executor is not None and epoch > max(executor.binder.epoch, executor.halt_epoch):
+            executor.halt_epoch = epoch
+            executor.binder.abort()
+
+    def is_halting(self, session: int) -> bool:
+        """Whether the session was told to halt, and has not been regrouped since. Any thread may ask."""
+        executor = self._sessions.get(session)
+        return executor is not None and executor.halt_epoch > executor.binder.epoch
+
+    def is_stuck(self, session: int, epoch: int) -> bool:
+        """Whether a session that was told to halt still waits for others to form a group. Any thread may ask."""
+        executor = self._sessions.get(session)
+        return executor is not None and executor.binder.is_joining and executor.binder.epoch < epoch
+
+    def _rework(self, message: AskHeld | AskSnapshots | Regroup | Redo | Resume) -> None:
+        executor = self._session(message.session)
+        rework = self._reworks.get(message.session)
+        if rework is None:
+            rework = self._reworks[message.session] = Rework(executor, self._fetch)
+        answer: FromWorker | None = None
+        match message:
+            case AskHeld():
+                answer = rework.held(message)
+            case AskSnapshots():
+                answer = rework.snapshots(message)
+            case Regroup():
+                rework.regroup(message)
+            case Redo():
+                uploads = [self._bytes_of(blob) for blob in message.uploads]
+                values = rework.redo(message, uploads)
+                answer = Done(message.session, -1, 0, values) if values else None
+            case Resume():
+                answer = rework.resume(message)
+        if answer is not None:
+            self._send(answer)
+
     def _batch(self, batch: Batch) -> None:
         executor = self._session(batch.session)
+        if executor.halted:
+            return
         started = executor.clock_ns()
         uploads = [self._bytes_of(blob) for blob in batch.uploads]
         if batch.refused:
             executor.refuse(batch.seq, batch.body, batch.refused)
-        else:
-            executor.run(batch.seq, batch.body, uploads)
+        elif not executor.run(batch.seq, batch.body, uploads):
+            return
         values: tuple[Value, ...] = ()
         if batch.fetches:
             values = tuple(value for f in batch.fetches if (value := self._fetch(executor, f)) is not None)

@@ -208,16 +208,25 @@ class WorkerLostError(DTorchError, RuntimeError):
     Attributes:
         worker: its name.
         reason: how it ended, such as ``"killed by SIGKILL"``.
+        tensors: those that could not be made again, in plain words; the session goes on without them. Empty: the session
+            is over.
     """
 
-    def __init__(self, worker: str, reason: str) -> None:
-        super().__init__(worker, reason)
-        self.worker, self.reason = worker, reason
+    def __init__(self, worker: str, reason: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(worker, reason, tensors)
+        self.worker, self.reason, self.tensors = worker, reason, tuple(tensors)
 
     def __str__(self) -> str:
+        if not self.tensors:
+            return (
+                f"{self.worker} was lost: {self.reason}. Its tensors are gone; "
+                "call dtorch.init() to start afresh (the next op does so too)."
+            )
+        shown = "; ".join(self.tensors[:8]) + (f"; and {len(self.tensors) - 8} more" if len(self.tensors) > 8 else "")
+        num = len(self.tensors)
         return (
-            f"{self.worker} was lost: {self.reason}. Its tensors are gone; "
-            "call dtorch.init() to start afresh (the next op does so too)."
+            f"{self.worker} was lost: {self.reason}. {num} tensor{'s' if num > 1 else ''} could not be made again: {shown}. "
+            "The session goes on with all others; make these anew, or give dtorch.init(lineage=...) larger bounds."
         )
 
 

@@ -11,7 +11,11 @@ failure with the data.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import socket
+import stat
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -76,6 +80,10 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Leave the group. The other members' next exchange with this one fails."""
+        ...
+
+    def abort(self) -> None:
+        """End an exchange that is under way, and all later ones, with ConnectionLostError. Any thread may call this."""
         ...
 
 
@@ -175,8 +183,11 @@ class GlooGroup(_Members):
         super().__init__(me, members)
         self._store = store  # C++ calls back into it: see SessionStore
         self._pg: Any = None  # a ProcessGroupGloo, whose stubs lack send and recv
+        self._aborted = False
+        self._sockets: dict[int, int] = {}  # its connections, as far as the system tells: descriptor -> inode
         if len(self.members) == 1:
             return
+        before = _sockets()
         gloo: Any = distributed.ProcessGroupGloo  # its stubs lack _Options
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=hostname or "")]
@@ -185,6 +196,7 @@ class GlooGroup(_Members):
             self._pg = gloo(store, self._rank[me], len(self.members), options)
         except RuntimeError as error:
             raise ConnectionLostError(f"workers {self.members} could not form a group: {error}") from error
+        self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
 
     def exchange(
         self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool
@@ -209,12 +221,40 @@ class GlooGroup(_Members):
         return _GlooUnderWay(self, works, parts, incoming)
 
     def _group(self) -> Any:
-        if self._pg is None:
+        if self._pg is None or self._aborted:
             raise ConnectionLostError(f"the group {self.members} is closed")
         return self._pg
 
     def close(self) -> None:
+        self._sockets = {}
         self._pg = None
+
+    def abort(self) -> None:
+        # Gloo itself has no way to end a wait: cut its connections, and it finds that its peers are gone.
+        self._aborted = True
+        cut, self._sockets = self._sockets, {}
+        for fd, inode in cut.items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                if os.fstat(connection.fileno()).st_ino == inode:  # gloo may have closed it, and another have its number
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, int]:
+    """Connected TCP sockets of this process: descriptor -> inode. Empty where the system does not tell."""
+    found: dict[int, int] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for name in names:
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername():
+                    found[int(name)] = status.st_ino
+    return found
 
 
 class _GlooUnderWay:
@@ -338,6 +378,11 @@ class NcclGroup(_Members):
         if self._pg is not None:
             self._pg.abort()
             self._pg = None
+
+    def abort(self) -> None:
+        group = self._pg
+        if group is not None:
+            group.abort()
 
 
 class _NcclUnderWay:

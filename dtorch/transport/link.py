@@ -438,7 +438,10 @@ class Server:
         ws = web.WebSocketResponse(
             timeout=CLOSE_TIMEOUT_S, compress=False, heartbeat=None, max_msg_size=codec.MAX_FRAME_BYTES + 1
         )
-        await ws.prepare(request)
+        try:
+            await ws.prepare(request)
+        except ConnectionError:  # the peer has ended meanwhile
+            return web.Response(status=400)
         link = WebSocketLink(ws)
         self._links.add(link)
         try:

@@ -27,6 +27,7 @@ class MeshInfo(msgspec.Struct, frozen=True):
     devices: tuple[int, ...]  # device ids, row-major
     workers: tuple[int, ...] = ()  # the worker of each device; filled in by the controller
     locals: tuple[int, ...] = ()  # number of each device on its worker; empty: the same as in ``devices``
+    backing: tuple[str, ...] = ()  # "kind:number" of what stands for each device after it was moved, or ""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -192,6 +193,113 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the worker after what is queued."""
 
 
+# ---- after a loss: everybody halts, tells what it holds, and is told what to copy and what to run again
+#
+# All of these carry an *epoch*, one a loss or move. A worker that has halted ignores everything else of the program order
+# until it is told to resume.
+
+
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """Stop at the next call, also inside an exchange. Comes past everything that is queued."""
+
+    session: int
+    epoch: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Is that worker alive? Comes past everything that is queued."""
+
+    number: int
+
+
+class AskHeld(msgspec.Struct, frozen=True, tag="ask_held"):
+    """Halt here, if not before, and answer with Held."""
+
+    session: int
+    epoch: int
+
+
+class AskSnapshots(msgspec.Struct, frozen=True, tag="ask_snapshots"):
+    """Where did the generators stand when these batches began?"""
+
+    session: int
+    epoch: int
+    seqs: tuple[int, ...]
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """A piece goes from one device to another, or to another worker of the same device. Places are numbered in Regroup."""
+
+    leaf: int
+    slot: int
+    source: int
+    source_worker: int
+    target: int
+    target_worker: int
+
+
+class Regroup(msgspec.Struct, frozen=True, tag="regroup"):
+    """Devices may be elsewhere from now on: make groups anew, and copy."""
+
+    session: int
+    epoch: int
+    places: tuple[tuple[str, int], ...]  # device kind and id; later messages of this epoch refer to the order
+    hosts: tuple[int, ...]  # the worker of each
+    roots: tuple[tuple[int, ...], ...]  # leaf -> places that have it already, in its slot
+    copies: tuple[Copy, ...]
+
+
+class Redone(msgspec.Struct, frozen=True, array_like=True):
+    """A call that runs again."""
+
+    index: int  # in its batch
+    call: list[Any]
+    places: tuple[int, ...]
+    recalls: tuple[tuple[int, int], ...]  # (slot, leaf): what the slot is to hold before
+    kills: tuple[int, ...]  # slots to forget after
+    draw: bool  # only move the generators on
+
+
+class Reread(msgspec.Struct, frozen=True, array_like=True):
+    """A value that was under way is read after the calls."""
+
+    fetch: Fetch
+    recalls: tuple[tuple[int, int], ...]
+
+
+class Redo(msgspec.Struct, frozen=True, tag="redo"):
+    """Calls of batch ``seq`` run again, on stores of their own."""
+
+    session: int
+    epoch: int
+    seq: int
+    calls: tuple[Redone, ...]
+    uploads: tuple[Blob | SharedBlob | StreamBlob, ...] = ()
+    rereads: tuple[Reread, ...] = ()
+    seed: int | None = None  # to seed the generators with before
+    states: dict[str, bytes] | None = None  # where the generators are to stand before
+
+
+class PlaceFinal(msgspec.Struct, frozen=True, array_like=True):
+    """What a place holds from now on. Masks of slots are little-endian bytes."""
+
+    place: int
+    live: bytes  # everything else is forgotten
+    redone: bytes  # taken from the stores of the calls that ran again
+    copied: tuple[tuple[int, int], ...]  # (slot, leaf)
+    lost: bytes
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Put what was copied and made again in place, and go on with the program order behind batch ``seq``."""
+
+    session: int
+    epoch: int
+    seq: int
+    finals: tuple[PlaceFinal, ...]
+    states: dict[str, bytes] | None = None  # of the generators
+
+
 # ---- worker -> controller
 
 
@@ -199,6 +307,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int
     worker: int
     pid: int
+    pulse: bool = False  # a second link, for what must not wait behind the program order: Ping, Halt
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
@@ -270,8 +379,49 @@ class Trace(msgspec.Struct, frozen=True, tag="trace"):
     dropped: int  # events beyond the limit
 
 
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    number: int
+
+
+class PlaceHeld(msgspec.Struct, frozen=True, array_like=True):
+    kind: str
+    device: int
+    held: bytes  # mask of slots, little-endian
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """Answer to AskHeld: where this worker has halted, and what its devices hold there."""
+
+    session: int
+    epoch: int
+    worker: int
+    seq: int  # the first batch not executed to its end
+    done: bytes  # mask of its calls that were executed, little-endian
+    draws: int  # how many of these draw random numbers
+    places: tuple[PlaceHeld, ...]
+    snapshots: tuple[int, ...]  # batches for which it knows where the generators stood
+    states: dict[str, bytes]  # where its generators stand
+
+
+class Snapshots(msgspec.Struct, frozen=True, tag="snapshots"):
+    """Answer to AskSnapshots: batch -> device kind -> generator state."""
+
+    session: int
+    epoch: int
+    states: dict[int, dict[str, bytes]]
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
+    """Answer to Resume."""
+
+    session: int
+    epoch: int
+    worker: int
+    copied_bytes: int  # that this worker has sent to others
+
+
 ToWorker = (
     Welcome | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState | RandomState
-    | StartTrace | AskTrace | Stop
+    | StartTrace | AskTrace | Stop | Halt | Ping | AskHeld | AskSnapshots | Regroup | Redo | Resume
 )
-FromWorker = Hello | Done | Failure | Statistics | RandomState | Trace
+FromWorker = Hello | Done | Failure | Statistics | RandomState | Trace | Pong | Held | Snapshots | Resumed

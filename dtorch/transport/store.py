@@ -17,7 +17,7 @@ import ssl
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -31,6 +31,8 @@ from .errors import AuthError, ConnectionLostError, ProtocolError
 STORE_PATH = "/v1/store/"
 POLL_S = 10.0
 """The longest a request waits on the server; a client that wants to wait longer asks again."""
+
+_STOP_POLL_S = 0.5
 
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -202,6 +204,7 @@ class SessionStore(Store):
         prefix: put before every key; groups need different ones.
         timeout: how long ``get`` and ``wait`` wait.
         tls: whom to trust at a "tls" address; the system's authorities by default.
+        stopped: asked twice a second while they wait; True ends the wait with ConnectionLostError.
     """
 
     def __init__(
@@ -211,6 +214,7 @@ class SessionStore(Store):
         prefix: str = "",
         timeout: timedelta = _DEFAULT_TIMEOUT,
         tls: ssl.SSLContext | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self._tls = tls
@@ -219,13 +223,14 @@ class SessionStore(Store):
         self._token = token
         self._prefix = prefix
         self._timeout = timeout
+        self._stopped = stopped
         # Connections not in use. A call takes one or makes one, so a thread that waits holds up no other.
         self._free: deque[tuple[http.client.HTTPConnection, float]] = deque()  # and when it was last used
         weakref.finalize(self, _close_all, self._free)
 
     def with_prefix(self, prefix: str) -> SessionStore:
         """The same store, its keys below ``prefix`` too."""
-        return SessionStore(self._address, self._token, self._prefix + prefix, self._timeout, self._tls)
+        return SessionStore(self._address, self._token, self._prefix + prefix, self._timeout, self._tls, self._stopped)
 
     def clone(self) -> SessionStore:
         return self.with_prefix("")
@@ -272,9 +277,12 @@ class SessionStore(Store):
     def _wait_for(self, operation: str, keys: Sequence[str], timeout: timedelta) -> StoreReply:
         full = self._full(keys)
         until = time.monotonic() + timeout.total_seconds()
+        poll_s = POLL_S if self._stopped is None else _STOP_POLL_S
         while True:
+            if self._stopped is not None and self._stopped():
+                raise ConnectionLostError("somebody who was waited for is gone")
             left = max(until - time.monotonic(), 0.0)
-            reply = self._call(operation, StoreRequest(full, wait_s=min(left, POLL_S)), min(left, POLL_S))
+            reply = self._call(operation, StoreRequest(full, wait_s=min(left, poll_s)), min(left, poll_s))
             if reply.found:
                 return reply
             if time.monotonic() >= until:
