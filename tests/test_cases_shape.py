@@ -28,7 +28,7 @@ def same(tensor: Any, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("num", range(1, 9))
-def test_a_round_trip_through_shards_keeps_shape_and_bits(num: int) -> None:
+def test_a_round_trip_through_shards_keeps_shape_and_bits(num: int) -> None:  # A02 A06
     mesh = mesh_of(num)
     for n in range(10):
         x = torch.arange(2.0 * n).reshape(n, 2)
@@ -39,7 +39,7 @@ def test_a_round_trip_through_shards_keeps_shape_and_bits(num: int) -> None:
         same(t.redistribute([R]), x)
 
 
-def test_pieces_give_one_global_shape() -> None:
+def test_pieces_give_one_global_shape() -> None:  # A03
     t = dtorch.from_shards([torch.ones(n, 2) for n in (3, 3, 3, 1)], device_mesh=mesh_of(4), placements=[S(0)])
     assert t.shape == (10, 2)
     same(t, torch.ones(10, 2))
@@ -47,13 +47,13 @@ def test_pieces_give_one_global_shape() -> None:
         dtorch.from_shards([torch.ones(n, 2) for n in (3, 1, 3, 3)], device_mesh=mesh_of(4), placements=[S(0)])
 
 
-def test_pieces_of_a_dim_cut_twice_tile_it_once() -> None:
+def test_pieces_of_a_dim_cut_twice_tile_it_once() -> None:  # A07
     t = distribute(torch.arange(2), mesh_of(2, 4), [S(0), S(0)])
     held = [int(v) for piece in t.to_shards() for v in piece]
     assert sorted(held) == [0, 1]
 
 
-def test_strides_after_a_redistribution_are_those_of_the_whole() -> None:
+def test_strides_after_a_redistribution_are_those_of_the_whole() -> None:  # A10
     x, w = torch.randn(4, 31, 10), torch.randn(6, 10)
     y = distribute(x, mesh_of(4), [S(1)]).redistribute([R])
     assert y.stride() == (310, 10, 1)
@@ -64,7 +64,7 @@ def test_strides_after_a_redistribution_are_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("length", [7, 8])
-def test_a_sequence_sharded_activation_is_flattened(length: int) -> None:
+def test_a_sequence_sharded_activation_is_flattened(length: int) -> None:  # B02
     x = torch.randn(2, length, 4)
     t = distribute(x, mesh_of(4), [S(1)])
     with pytest.raises(PlacementError):
@@ -77,7 +77,7 @@ def test_a_sequence_sharded_activation_is_flattened(length: int) -> None:
     same(flat, x[0])
 
 
-def test_squeezing_a_sharded_dim_of_one_element_in_place() -> None:
+def test_squeezing_a_sharded_dim_of_one_element_in_place() -> None:  # B04
     x = torch.arange(4.0).view(1, 4)
     t = distribute(x, mesh_of(2), [S(0)])
     assert t.squeeze_(0) is t
@@ -85,7 +85,7 @@ def test_squeezing_a_sharded_dim_of_one_element_in_place() -> None:
     same(t + 1, x[0] + 1)
 
 
-def test_assignment_by_a_sharded_index_of_the_sharded_dim() -> None:
+def test_assignment_by_a_sharded_index_of_the_sharded_dim() -> None:  # C01
     mesh = mesh_of(2)
     z = distribute(torch.zeros(16), mesh, [S(0)])
     z[distribute(torch.arange(16), mesh, [S(0)])] = distribute(torch.ones(16), mesh, [S(0)])
@@ -93,7 +93,7 @@ def test_assignment_by_a_sharded_index_of_the_sharded_dim() -> None:
     same(z, torch.ones(16))
 
 
-def test_assignment_by_lists_and_ints() -> None:
+def test_assignment_by_lists_and_ints() -> None:  # C05
     mesh = mesh_of(2)
     a = distribute(torch.arange(3), mesh, [S(0)])
     a[[0, 1]] = a[[1, 0]]
@@ -105,7 +105,7 @@ def test_assignment_by_lists_and_ints() -> None:
     same(m, expected)
 
 
-def test_shards_are_renumbered_when_a_dim_goes() -> None:
+def test_shards_are_renumbered_when_a_dim_goes() -> None:  # C06
     t = distribute(torch.ones(2, 2), mesh_of(2), [S(1)])
     u = t.sum(0)
     assert u.placements == (S(0),)
@@ -115,7 +115,7 @@ def test_shards_are_renumbered_when_a_dim_goes() -> None:
     same(v + 1, torch.full((1, 1), 2.0))
 
 
-def test_negative_dims() -> None:
+def test_negative_dims() -> None:  # C07
     x = torch.arange(9).view(3, 3)
     t = distribute(x, mesh_of(2), [S(-2)])
     same(t.flip([-2, -1]), x.flip([0, 1]))
@@ -133,7 +133,7 @@ def test_negative_dims() -> None:
             same(fn(t, below), fn(x, below))
 
 
-def test_scatter_along_a_replicated_dim_stays_sharded() -> None:
+def test_scatter_along_a_replicated_dim_stays_sharded() -> None:  # C09
     index = torch.tensor([[[0], [2], [1], [2]]])
     z = distribute(torch.zeros(1, 4, 3), mesh_of(2), [S(1)])
     out = z.scatter(-1, index, 1.0)
@@ -144,7 +144,7 @@ def test_scatter_along_a_replicated_dim_stays_sharded() -> None:
     same(out, expected)
 
 
-def test_a_slice_of_a_sharded_dim_is_not_gathered() -> None:
+def test_a_slice_of_a_sharded_dim_is_not_gathered() -> None:  # C10
     x = torch.randn(32, 32)
     t = distribute(x, mesh_of(4), [S(-1)])
     u = t[..., :16]
@@ -153,7 +153,7 @@ def test_a_slice_of_a_sharded_dim_is_not_gathered() -> None:
     same(u, x[..., :16])
 
 
-def test_clamp_in_place_of_a_pending_sum() -> None:
+def test_clamp_in_place_of_a_pending_sum() -> None:  # D04
     x = torch.arange(8.0)
     s = distribute(x, mesh_of(2), [S(0)]).sum()
     alias = s
@@ -166,7 +166,7 @@ def test_clamp_in_place_of_a_pending_sum() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_shifted_joins_with_one_element_a_device(num: int) -> None:
+def test_shifted_joins_with_one_element_a_device(num: int) -> None:  # E05
     x = torch.arange(4.0)
     t = distribute(x, mesh_of(num), [S(0)])
     same(torch.cat([t[3:], t[:3]]), torch.tensor([3.0, 0, 1, 2]))
@@ -174,7 +174,7 @@ def test_shifted_joins_with_one_element_a_device(num: int) -> None:
     same(t.roll(1), x.roll(1))
 
 
-def test_distributing_draws_nothing_and_draws_differ() -> None:
+def test_distributing_draws_nothing_and_draws_differ() -> None:  # F11
     mesh = mesh_of(3)
     session = dtorch.current_session()
     session.seed(0)
@@ -188,7 +188,7 @@ def test_distributing_draws_nothing_and_draws_differ() -> None:
     assert not torch.equal(one.to_torch(), two.to_torch())
 
 
-def test_trunc_normal_ends() -> None:
+def test_trunc_normal_ends() -> None:  # F11
     session = dtorch.current_session()
     t = distribute(torch.zeros(50), DeviceMesh("cpu", [0, 1, 2]), [S(0)])
     session.seed(3)

@@ -54,6 +54,20 @@ def test_a_result_may_be_pending() -> None:
     torch.testing.assert_close(result.to_torch(), (x * x).sum())
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_pieces_are_uneven_and_the_result_has_the_size_of_the_whole(shape: tuple[int, ...]) -> None:  # A11
+    op = dtorch.register_op(f"{HERE}:scaled_tanh", [((Shard(0),), Shard(0)), ((Partial("max"),), Partial("max"))])
+    for size in (5, 3, 1, 0):
+        x = torch.arange(float(size))
+        y = op(distribute(x, mesh_of(*shape), [Shard(0)] * len(shape)), 2.0)
+        assert y.shape == (size,)
+        assert [p.shape for p in y.to_shards()] == [p.shape for p in distribute(x, mesh_of(*shape), y.placements).to_shards()]
+        torch.testing.assert_close(y.to_torch(), custom_kernels.scaled_tanh(x, 2.0))
+    pieces = [torch.tensor([0.5, -1.0]), torch.tensor([-0.5, 2.0])]
+    most = dtorch.from_shards(pieces, device_mesh=mesh_of(2), placements=[Partial("max")])
+    torch.testing.assert_close(op(most, 3.0).to_torch(), torch.tensor([1.5, 6.0]).tanh())
+
+
 def test_random_ones_draw_for_the_whole() -> None:
     op = dtorch.register_op(f"{HERE}:add_noise", random=True)
     x = torch.zeros(6)

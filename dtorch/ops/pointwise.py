@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dtorch.ops._call import Call, Sig
+from dtorch.ops._call import Call, Sig, sharded
 from dtorch.ops._rules import pointwise
 from dtorch.ops.table import row
+from dtorch.runtime.layout import PARTIAL_CODES
 
 row("add sub subtract", pointwise("all"), numbers=True)
 row("rsub", pointwise("all"), numbers=True)
@@ -47,15 +48,18 @@ row(
     pointwise(),
 )
 row("lerp addcmul addcdiv where masked_fill", pointwise(), numbers=True)
-row("clone", pointwise("first"))
 
 
-def _copy(call: Call) -> list[Sig]:
-    """Both alike: also pending sums copy summand by summand."""
-    return pointwise("all")(call)
+def _kept(call: Call) -> list[Sig]:
+    """Pieces that are pending in any way are copied one by one, or all become zero; a sum may be cast as well."""
+    sigs = pointwise("all" if len(call.tensors) > 1 else "first")(call)
+    if any(t.dtype != call.outputs[0].dtype for t in call.tensors):
+        return sigs
+    pending = [sharded(call, (code,) * len(call.tensors), code) for code in PARTIAL_CODES.values()]
+    return sigs + [s for s in pending if s not in sigs]
 
 
-row("copy", _copy)
+row("clone copy zero", _kept)
 
 
 def _cast(call: Call) -> list[Sig]:
@@ -68,5 +72,4 @@ row("to type float double half bfloat16 int long short char byte bool cfloat cdo
 row("chalf", pointwise(), in_place=False, places="torch.Tensor")  # torch does not add or divide these
 row("zeros_like ones_like empty_like", pointwise(), in_place=False, places="torch")
 row("full_like", pointwise(), numbers=frozenset({1, "fill_value"}), in_place=False, places="torch")
-row("zero", pointwise("first"))
 row("fill", pointwise(), numbers=frozenset({1, "value"}))

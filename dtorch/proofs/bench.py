@@ -131,7 +131,10 @@ def _answers(round_: Answers) -> dict[Place, Any]:
 
 def _pending(tensor: torch.Tensor, num: int, op: str, draw: torch.Generator) -> list[torch.Tensor]:
     def noise() -> torch.Tensor:
-        return torch.randint(-6, 7, tensor.shape, generator=draw).to(tensor.dtype)
+        made = torch.randint(-48, 49, tensor.shape, generator=draw)
+        if tensor.is_floating_point() or tensor.is_complex():
+            return made.to(tensor.dtype) / 8  # exact, and no whole numbers: rounding would seem linear
+        return (made // 8).to(tensor.dtype)
 
     owner = torch.randint(0, num, tensor.shape, generator=draw)
     if tensor.dtype == torch.bool:  # added, truth values are joined by "or"
