@@ -27,10 +27,10 @@ ALONG: dict[str, Callable[[Any, int], Any]] = {
     **{
         name: lambda x, d, name=name: getattr(x, name)(d)
         for name in (
-            "sum", "mean", "prod", "var", "std", "amax", "amin", "max", "min", "aminmax", "argmax", "argmin", "median", "nanmedian",
+            "sum", "mean", "prod", "var", "std", "amax", "amin", "max", "min", "argmax", "argmin", "median", "nanmedian",
             "nansum", "nanmean", "logsumexp", "all", "any", "count_nonzero", "cumsum", "cumprod", "cummax", "cummin",
             "logcumsumexp", "softmax", "log_softmax", "sort", "argsort", "mode", "norm", "unbind", "squeeze", "unsqueeze",
-        ) if name != "aminmax"
+        )
     },
     "aminmax": lambda x, d: torch.aminmax(x, dim=d),
     "std_mean": lambda x, d: torch.std_mean(x, d),

@@ -139,6 +139,18 @@ def test_where_results_are_placed() -> None:
     assert x.transpose(0, 1).sum(0).placements == (Shard(0),)
 
 
+@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
+def test_quantiles_along_a_dim_leave_other_dims_sharded(name: str) -> None:
+    x = distribute(values(5, 4, 3), mesh_of(4), [Shard(0)])
+    several = torch.tensor([0.2, 0.7])
+    for q, kept, placed in (
+        (0.5, False, Shard(0)), (0.5, True, Shard(0)), (several, False, Shard(1)), (several, True, Shard(1))
+    ):  # fmt: skip
+        found = getattr(x, name)(q, 1, keepdim=kept)
+        assert found.placements == (placed,)
+        torch.testing.assert_close(found.to_torch(), getattr(values(5, 4, 3), name)(q, 1, keepdim=kept))
+
+
 def test_half_means_do_not_overflow() -> None:
     check(call("mean"), torch.full((300, 300), 3.0, dtype=torch.float16), mesh=[(3,)])
 

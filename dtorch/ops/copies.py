@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtorch.ops._affine import affine
-from dtorch.ops.table import composite, row
+from dtorch.ops._call import Call, Sig
+from dtorch.ops.table import OPS, composite, row
 from dtorch.tensor import TORCH
+
+
+def _as_view(call: Call) -> list[Sig]:
+    """As the view of the same name, which shows what the copy holds."""
+    name = call.name.rpartition(".")[2].removesuffix("_copy")
+    view = next((n for n in (f"torch.{name}", f"torch.Tensor.{name}") if n in OPS), None)
+    return affine(replace(call, name=view)) if view else []
+
 
 row(
     "diagonal_copy narrow_copy permute_copy slice_copy split_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy "
     "unbind_copy unfold_copy unsqueeze_copy",
-    affine,
+    _as_view,
     in_place=False,
     places="torch",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -171,4 +172,10 @@ def _python(value: Any, dtype: torch.dtype) -> Any:
     return bool(value) if dtype == torch.bool else value
 
 
+def _constant_pad(call: Call) -> list[Sig]:
+    """constant_pad_nd(input, pad, value)"""
+    return _pad(replace(call, args=(call.args[0], call.arg(1, "pad"), "constant", call.arg(2, "value", 0)), kwargs={}))
+
+
 row("pad", _pad, in_place=False, places="torch.nn.functional")
+row("constant_pad_nd", _constant_pad, in_place=False, places="torch")

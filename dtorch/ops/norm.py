@@ -78,19 +78,23 @@ def _given_statistics(call: Call) -> list[Sig]:
 def _instance_norm(call: Call) -> list[Sig]:
     """instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)."""
     x = call.tensors[0]
-    has_running = index_of(call, 1, "running_mean") is not None or index_of(call, 2, "running_var") is not None
+    running = [i for i in (index_of(call, 1, "running_mean"), index_of(call, 2, "running_var")) if i is not None]
     if x.ndim >= 3 and not call.arg(5, "use_input_stats", True):
         return _given_statistics(call)
-    if x.ndim < 3 or has_running:
+    if x.ndim < 3:
         return []
+    rest = call.num_inputs - 1
+    by_channel = sharded(call, (1, *(0,) * rest), 1, kernel="filled")
+    if running:  # as means over the batch, where they are
+        return [by_channel] if all(call.tensors[i].codes[call.axis] != R for i in running) else []
     params = {
         "groups": x.shape[1], "over_batch": False, "eps": call.arg(7, "eps", 1e-5),
         "weight": index_of(call, 3, "weight"), "bias": index_of(call, 4, "bias"),
     }  # fmt: skip
-    rest = call.num_inputs - 1
-    sigs = [sharded(call, (0, *(R,) * rest), 0, kernel="filled"), sharded(call, (1, *(0,) * rest), 1, kernel="filled")]
-    return sigs + [
-        sharded(call, (d, *(R,) * rest), d, kernel="channel_norm", params=params) for d in range(2, x.ndim)
+    return [
+        sharded(call, (0, *(R,) * rest), 0, kernel="filled"),
+        by_channel,
+        *(sharded(call, (d, *(R,) * rest), d, kernel="channel_norm", params=params) for d in range(2, x.ndim)),
     ]
 
 

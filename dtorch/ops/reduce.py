@@ -232,9 +232,15 @@ def _order_statistic(dim_at: int) -> Callable[[Call], list[Sig]]:
 
 
 def _quantile(call: Call) -> list[Sig]:
-    x = call.tensors[0]
-    dim = call.arg(2, "dim", None)
-    return [gathering(call, d) for d in range(x.ndim) if dim is None or d == dim % x.ndim]
+    """Along a dim other dims may be sharded. Several quantiles stand in a dim of their own, in front."""
+    x, dim = call.tensors[0], call.arg(2, "dim", None)
+    if dim is None or not x.ndim:
+        return [gathering(call, d) for d in range(x.ndim)]
+    own, kept = dim % x.ndim, bool(call.arg(3, "keepdim", False))
+    front = call.outputs[0].ndim - x.ndim + (not kept)
+    rest = (R,) * (call.num_inputs - 1)
+    local = [(d, front + reduced_dim(d, [] if kept else [own], kept)) for d in range(x.ndim) if d != own]
+    return [*(sharded(call, (d, *rest), out, kernel="filled") for d, out in local), gathering(call, own)]
 
 
 row("sum", _sum)

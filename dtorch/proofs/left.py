@@ -23,6 +23,7 @@ _LEFT = {
         trapezoid trapz cumulative_trapezoid gradient cov corrcoef histc histogram histogramdd quantile nanquantile vander
         tensorsolve tensorinv pdist block_diag cartesian_prod combinations unravel_index isin nonzero_static
         """,
+    "torch refuses pieces without rows, or computes them in another way": "addmv avg_pool2d",
     "a result that is the same in one order of its elements only: cut, it would have to be put together anew": """
         cat index_put index_copy index_add index_fill put scatter scatter_add scatter_reduce index_reduce masked_scatter
         diagonal_scatter as_strided_scatter gather take where embedding_bag index
