@@ -274,7 +274,8 @@ class PoolWorker:
     def report(self) -> None:
         """Tell the head what was used since the last time."""
         lodgers = list(self._lodgers.values())
-        self._send_now(codec.encode(self._load(tuple(lodger.spending.report() for lodger in lodgers))))
+        uses = tuple(lodger.spending.report() for lodger in lodgers if lodger.spending.is_news)
+        self._send_now(codec.encode(self._load(uses)))
         for lodger in lodgers:
             lodger.look()  # for the next report
 

@@ -23,6 +23,7 @@ class Spending:
         self._ops: dict[str, int] = {}
         self._sent: dict[Source, list[int]] = {}  # -> [calls, bytes]
         self._held: dict[tuple[str, int], int] = {}
+        self._told = self._held  # in the last report
 
     def spend(self, busy_ns: int, repeated: bool = False) -> None:
         """The session had the devices; ``repeated``: for what was done before and got lost."""
@@ -47,6 +48,11 @@ class Spending:
             self._held = held
 
     @property
+    def is_news(self) -> bool:
+        """Whether there is anything that the last report did not tell."""
+        return bool(self._busy_ns or self._repeated_ns or self._ops or self._sent or self._held != self._told)
+
+    @property
     def held(self) -> dict[tuple[str, int], int]:
         return self._held
 
@@ -57,7 +63,7 @@ class Spending:
             held = 0 if over else sum(self._held.values())
             made = Use(self.session, self._busy_ns, self._repeated_ns, held, self._ops, sent, over)
             self._busy_ns = self._repeated_ns = 0
-            self._ops, self._sent = {}, {}
+            self._ops, self._sent, self._told = {}, {}, self._held
         return made
 
 
