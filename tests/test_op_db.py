@@ -1,7 +1,7 @@
 """Every entry of torch's own operator database, on one device and on meshes, against plain torch.
 
 ``python -m pytest tests/test_op_db.py -k name`` runs one op, ``-k sharded`` a part. By default an entry's samples on one
-device are at most 32 of its first dtype, mostly float32, and 4 of each other, and the sharded ones take turns on meshes of 3,
+device are at most 12 of its first dtype, mostly float32, and 2 of each other, and the sharded ones take turns on meshes of 3,
 2 and 2x2 devices. ``--op-db-meshes 3,2x2`` runs each of them on each of the meshes named, and ``--op-db-full`` takes every
 sample of every dtype. The totals are printed at the end.
 """
@@ -23,7 +23,7 @@ from tests._op_db import OUT_OF_SCOPE, Findings
 TIMEOUT_S = 120.0
 """Far above what an entry takes; a hang fails its test instead of stopping the run."""
 
-MANY, FEW = 32, 4
+MANY, FEW = 12, 2
 """Samples of an entry's first dtype and of each other, unless all are asked for."""
 
 RESHAPES = frozenset({"as_strided", "as_strided.partial_views"})
@@ -149,11 +149,12 @@ def test_in_place_sharded(name: str, meshes: list[str], totals: Totals) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_claims(name: str, totals: Totals, proven: set[str]) -> None:
+def test_claims(name: str, totals: Totals, proven: set[str], request: pytest.FixtureRequest) -> None:
     """Every signature that the rules of the ops inside claim gives torch's result, also with ties, NaN and empty pieces."""
     found = Findings()
+    num_samples = 4 if request.config.getoption("--op-db-full") else 2
     with torch.no_grad():
-        for case in cases_of(_op_db.entries()[name], _op_db.mesh_of(2), num_samples=4):
+        for case in cases_of(_op_db.entries()[name], _op_db.mesh_of(2), num_samples):
             if str(case) in proven:
                 continue
             proven.add(str(case))
