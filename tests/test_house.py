@@ -27,6 +27,10 @@ def words(text: str) -> tuple[str, ...]:
 DECIDERS = (
     "assemble.py",
     "cluster/ledger.py",
+    "cluster/launchers/base.py",
+    "cluster/launchers/kubernetes.py",
+    "cluster/launchers/slurm.py",
+    "cluster/launchers/watch.py",
     "cluster/pool.py",
     "cluster/quotas.py",
     "cluster/refusals.py",

@@ -1,4 +1,4 @@
-"""The cluster's part of the command line: head, worker, status, sessions, usage, drain, keys."""
+"""The cluster's part of the command line: head, worker, status, sessions, usage, drain, keys; the rest is in launching."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import http.client
 import os
 import signal
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -18,6 +17,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from dtorch.cluster.launching import add_manifest, add_up, parse_labels, run_manifest, run_up
 from dtorch.transport.errors import DTorchError
 
 DEFAULT_LISTEN = "127.0.0.1:7474"
@@ -38,6 +38,8 @@ def add_commands(commands: Any) -> None:
     usage.add_argument("--sessions", action="store_true", help="by session, with those that have ended")
     _add_asking(usage)
     _add_keys(commands)
+    add_up(commands)
+    add_manifest(commands)
 
 
 def run_command(chosen: argparse.Namespace) -> int | None:
@@ -45,6 +47,7 @@ def run_command(chosen: argparse.Namespace) -> int | None:
     runs = {
         "head": _head, "worker": _worker, "status": _status, "sessions": _sessions, "drain": _drain, "keys": _keys,
         "usage": _usage,
+        "up": run_up, "manifest": run_manifest,
     }
     run = runs.get(chosen.command)
     if run is None:
@@ -131,17 +134,16 @@ def _add_worker(commands: Any) -> None:
         " (90%% of this machine's; without GPUs only)"
     )
     worker.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (1)")
+    worker.add_argument(
+        "--health", default="", metavar="HOST:PORT",
+        help="answer probes: /healthz, and /readyz once it has joined; several GPUs take as many ports from there on",
+    )
 
 
 def _worker(chosen: argparse.Namespace) -> int:
     from dtorch.cluster.serve import Offer, parse_devices, serve
 
-    labels = {}
-    for label in (part for each in chosen.labels for part in each.split(",")):
-        name, equals, value = label.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--labels takes NAME=VALUE, not {label!r}")
-        labels[name] = value
+    labels = parse_labels(chosen.labels)
     if chosen.threads < 1:
         raise ValueError(f"--threads is at least 1, not {chosen.threads}")
     devices = parse_devices(chosen.devices)
@@ -152,7 +154,7 @@ def _worker(chosen: argparse.Namespace) -> int:
         url, key, devices, chosen.name, labels, chosen.address, tuple(chosen.allow), tuple(chosen.files),
         chosen.threads, _memory_bytes(chosen.memory, devices), tls,
     )
-    _run(serve(offer, lambda text: print(text, flush=True)))
+    _run(serve(offer, lambda text: print(text, flush=True), chosen.health))
     return 0
 
 
@@ -165,7 +167,9 @@ def _memory_bytes(gib: float, devices: tuple[tuple[str, int], ...]) -> int:
 
 
 def _one_process_each(chosen: argparse.Namespace, devices: tuple[tuple[str, int], ...]) -> int:
-    """A process for all CPU devices and one for each GPU, as each GPU wants one of its own."""
+    """A process for all CPU devices and one for each GPU, as each GPU wants one of its own. Those that die start anew."""
+    from dtorch.cluster.launchers.local import Processes, spawn
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name for name in visible.split(",") if name]
     num_cpu = sum(kind == "cpu" for kind, _ in devices)
@@ -176,20 +180,26 @@ def _one_process_each(chosen: argparse.Namespace, devices: tuple[tuple[str, int]
     arguments = list(sys.argv[1:]) if sys.argv[1:2] == ["worker"] else []
     if not arguments:
         raise ValueError("several kinds of devices, or several GPUs, can be offered by 'dtorch worker' only")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dtorch", *arguments, "--devices", plan], env={**os.environ, **more}
-        )
-        for plan, more in plans
-    ]
+    host, _, port = chosen.health.rpartition(":")
 
-    def pass_on(number: int, _: Any) -> None:
-        for process in processes:
-            process.send_signal(number)
+    async def spawn_one(slot: int) -> asyncio.subprocess.Process:
+        plan, more = plans[slot]
+        probed = ["--health", f"{host}:{int(port) + slot}"] if host and port.isdecimal() else []
+        return await spawn([*arguments, "--devices", plan, *probed], more)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    return max(process.wait() for process in processes)
+    async def keep() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        processes = Processes()
+        try:
+            await processes.keep(len(plans), spawn_one)
+            await processes.wait_all(stop)
+        finally:
+            await processes.stop()
+
+    _run(keep())
+    return 0
 
 
 # ---- asking a head

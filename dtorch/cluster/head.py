@@ -376,7 +376,9 @@ class Head:
         if not asked.devices or len(set(asked.devices)) != len(asked.devices):
             raise ProtocolError(f"a worker offers distinct devices, not {asked.devices}")
         member = self.pool.enlist(asked.devices, asked.name, asked.labels)
-        end = self.workers[member.number] = WorkerEnd(member, DurableLink(link, self.options.worker_grace_s), address)
+        end = self.workers[member.number] = WorkerEnd(
+            member, DurableLink(link, self.options.worker_grace_s), address, asked.pid
+        )
         self.meter.joined(member.number)
         self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
         self._tell_devices()
@@ -427,6 +429,7 @@ class Head:
                 "devices": [f"{kind}:{number}" for kind, number in end.member.devices],
                 "labels": end.member.labels,
                 "address": end.address,
+                "pid": end.pid,
                 "sessions": sorted(end.member.sessions),
                 "state": "draining" if end.member.draining else "up" if end.link.connected else "reconnecting",
             }

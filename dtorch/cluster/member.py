@@ -28,10 +28,11 @@ class WorkerEnd:
         ticket: with it a worker whose connection broke takes its place again.
     """
 
-    def __init__(self, member: Member, link: DurableLink, address: str) -> None:
+    def __init__(self, member: Member, link: DurableLink, address: str, pid: int = 0) -> None:
         self.member = member
         self.link = link
         self.address = address
+        self.pid = pid  # on its own host
         self.ticket = f"{member.number}.{secrets.token_urlsafe(32)}"
         self.acknowledged = 0  # number of the last frame that it is known to have
         self.heard = 0.0  # when that was last seen to change, or nothing was owed

@@ -18,6 +18,7 @@ import torch
 from typing_extensions import assert_never
 
 from dtorch import creation
+from dtorch.cluster.health import health
 from dtorch.cluster.lodger import Lodger
 from dtorch.cluster.pool import Device
 from dtorch.ops import custom, table
@@ -167,6 +168,11 @@ class PoolWorker:
                 await link.close()
             if not self._stopped:
                 self._say(f"lost the head ({link.reason or 'the connection closed'}); joining again")
+
+    @property
+    def joined(self) -> bool:
+        """Has it a place in the pool, and a connection?"""
+        return self._link is not None and not self._link.closed and self._link.connected
 
     def stop(self) -> None:
         """Leave the pool."""
@@ -364,8 +370,12 @@ def _own_host(link: WebSocketLink) -> str:
     return str(name[0]) if isinstance(name, tuple) else ""
 
 
-async def serve(offer: Offer, say: Callable[[str], None]) -> None:
-    """Run a worker until it is told to stop, by its head or by SIGINT or SIGTERM. Raises as ``PoolWorker.run``."""
+async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> None:
+    """Run a worker until it is told to stop, by its head or by SIGINT or SIGTERM. Raises as ``PoolWorker.run``.
+
+    Args:
+        listen: HOST:PORT that answers probes, see ``health.py``; "" for none.
+    """
     torch.set_num_threads(offer.num_threads)
     if offer.memory_bytes:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -374,7 +384,8 @@ async def serve(offer: Offer, say: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.stop)
-    await worker.run()
+    async with health(listen, lambda: worker.joined):
+        await worker.run()
     if not worker.is_clear:
         # A thread that the interpreter stops inside of C++ would abort the process.
         os._exit(0)

@@ -13,6 +13,7 @@
     +-- AuthError            (PermissionError) a peer could not prove who it is
     +-- QuotaError           (RuntimeError)    a limit of the session was reached
     +-- ProtocolError        (RuntimeError)    a peer sent something that the vocabulary does not contain
+    +-- LaunchError          (RuntimeError)    an engine cannot start workers
 
 Facts are attributes; the text is made in ``__str__``.
 """
@@ -244,6 +245,10 @@ class QuotaError(DTorchError, RuntimeError):
 
 class ProtocolError(DTorchError, RuntimeError):
     """A peer sent bytes that are not in the vocabulary."""
+
+
+class LaunchError(DTorchError, RuntimeError):
+    """An engine such as Ray is not there, or cannot start the workers that were asked for."""
 
 
 _BASES["QuotaError"] = QuotaError  # raised on a worker that is shared
