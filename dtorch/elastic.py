@@ -93,7 +93,8 @@ class Elastic:
         if regained.lost:
             workers = dict(regained.lost)
             self.lost_workers += len(workers)
-            loss = Loss(workers, silent_s, time.monotonic() - halted_s, halted_s, regained.recomputed_ops, regained.copied_bytes)
+            took_s = time.monotonic() - halted_s
+            loss = Loss(workers, silent_s, took_s, halted_s, regained.recomputed_ops, regained.copied_bytes)
             self.losses.append(loss)
             del self.losses[:-MAX_LOSSES]
             logger.warning(

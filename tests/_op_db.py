@@ -94,7 +94,9 @@ class Findings:
 def entries() -> dict[str, Any]:
     """All entries of the database, by name and variant."""
     from torch.testing._internal import common_methods_invocations as database
+    from torch.testing._internal import common_utils
 
+    common_utils.extract_test_fn = lambda: None  # looks for a unittest on the stack, through all source files
     database.wrapper_set_seed = _seeded
     found: dict[str, Any] = {}
     for op in database.op_db:
