@@ -95,8 +95,10 @@ def entries() -> dict[str, Any]:
     """All entries of the database, by name and variant."""
     from torch.testing._internal import common_methods_invocations as database
     from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
 
-    common_utils.extract_test_fn = lambda: None  # looks for a unittest on the stack, through all source files
+    # It looks for a unittest on the stack, through all source files, each time samples are asked for.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     database.wrapper_set_seed = _seeded
     found: dict[str, Any] = {}
     for op in database.op_db:
