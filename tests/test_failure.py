@@ -53,11 +53,12 @@ def decode(harm: Callable[[int], None]) -> list[torch.Tensor]:
         total = hidden.sum(0).redistribute([Replicate()])
         weights.mul_(0.99)
         weights[0].add_(total * 0.01)
+        columns = weights.redistribute([Shard(1)])  # each device cuts for itself
         if step % 4 == 2:
             read.append(total.to_torch())
     recent.add_(1.0)
     after = dtorch.rand(3, device_mesh=MESH)
-    return [*read, *(tensor.to_torch() for tensor in (x, cache, weights, large, after))]
+    return [*read, *(tensor.to_torch() for tensor in (x, cache, weights, columns, large, after))]
 
 
 def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

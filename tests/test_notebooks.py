@@ -28,12 +28,16 @@ nbformat.write(book, sys.argv[2])
 
 
 def outputs(cell: dict[str, Any]) -> list[str]:
-    """What a cell printed and showed, as text."""
-    found = []
+    """What a cell printed, whatever the pieces in which it came, and what it showed; as text."""
+    printed, shown = "", []
     for out in cell.get("outputs", []):
         text = out.get("text") or out.get("data", {}).get("text/plain", "")
-        found.append(text if isinstance(text, str) else "".join(text))
-    return found
+        text = text if isinstance(text, str) else "".join(text)
+        if out["output_type"] == "stream":
+            printed += text
+        else:
+            shown.append(text)
+    return [printed, *shown]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -46,7 +50,7 @@ def test_a_notebook_prints_what_is_committed(path: Path, tmp_path: Path) -> None
     for ours, theirs in zip(fresh, committed, strict=False):
         if "varies" not in theirs["metadata"].get("tags", ()):  # times, which no two runs share
             assert outputs(ours) == outputs(theirs), ours["source"]
-    (pids,) = outputs(fresh[-1])
+    _, pids = outputs(fresh[-1])
     for pid in json.loads(pids):
         wait_for_end(pid)
 

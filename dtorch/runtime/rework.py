@@ -241,7 +241,7 @@ class Rework:
 
     def _run(self, step: Step, bound: Bound, here: set[int]) -> None:
         executor = self._executor
-        if bound.kernel.communicates:
+        if bound.communicates:
             joint.run(executor, Joint(step, bound), executor.uploads)
             return
         functions = {index: fn for index, fn in bound.functions.items() if index in here}
