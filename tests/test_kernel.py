@@ -29,8 +29,8 @@ def twice(tensor):
 print((await twice(x)).tolist())
 """
 PIDS = "print(json.dumps(list(dtorch.current_session().thread.pids.values())))"
-HOLD = "pids = list(dtorch.current_session().thread.pids.values())\nfor pid in pids: os.kill(pid, signal.SIGSTOP)\n"
-GO_ON = "for pid in pids: os.kill(pid, signal.SIGCONT)\n"
+BUSY = "big = dtorch.ones(1200, 1200, device_mesh=mesh)\nfor _ in range(60): big = big @ big * 1e-4\n"
+"""Work for a few seconds, before whatever follows is done. (Workers that are stopped would count as lost.)"""
 
 
 class Kernel:
@@ -86,21 +86,17 @@ def kernel() -> Iterator[Kernel]:
         made.close()
 
 
-@pytest.mark.parametrize("wait", ["await (x * 3)", "(x * 3).to_torch()", "dtorch.synchronize()"])
+@pytest.mark.parametrize("wait", ["(x * 3).to_torch()", "dtorch.synchronize()"])
 def test_a_cell_interrupted_while_it_waits_ends_and_the_next_one_works(kernel: Kernel, wait: str) -> None:
-    pids = kernel.pids()
+    """Of cells that block. One that awaits is ended by ipykernel itself, when anything wakes its event loop."""
 
     def interrupt() -> None:
         assert kernel.manager.provisioner is not None
         os.kill(kernel.manager.provisioner.pid, signal.SIGINT)
-        if "await" in wait:  # the kernel notes the interrupt, and its event loop sees that when anything wakes it
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
 
-    _, failed = kernel.run(f"{HOLD}print('waiting', flush=True)\n{wait}", interrupt)
-    # The value may have been there when an awaiting cell came to wait: then that cell just ends.
-    assert failed.startswith(("KeyboardInterrupt", "CancelledError")) or ("await" in wait and not failed), failed
-    assert kernel.good(GO_ON + "print((await (x * 3)).tolist())") == "[3.0, 3.0, 3.0, 3.0]"
+    _, failed = kernel.run(f"{BUSY}print('waiting', flush=True)\n{wait}", interrupt)
+    assert failed.startswith(("KeyboardInterrupt", "CancelledError")), failed
+    assert kernel.good("print((await (x * 3)).tolist())") == "[3.0, 3.0, 3.0, 3.0]"
 
 
 def test_cells_run_again_and_functions_of_cells_change(kernel: Kernel) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
 
+import dtorch
 from dtorch.proofs.cases import cases_of
 from dtorch.proofs.claims import prove
 from tests import _op_db
@@ -161,6 +163,8 @@ def test_claims(name: str, totals: Totals, proven: set[str], request: pytest.Fix
             verdict = prove(case)
             found.claims += verdict.right
             found.wrong += verdict.false
+    with suppress(dtorch.OpError):  # of samples that only some placement or memory of their inputs makes valid
+        dtorch.synchronize()
     totals.take(name, found)
 
 
