@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+import pytest
 import torch
 
 import dtorch
@@ -52,7 +53,7 @@ class _Watched(threading.Condition):
         return super().wait(timeout)
 
 
-def test_a_held_worker_holds_the_client_back() -> None:
+def test_a_held_worker_holds_the_client_back(monkeypatch: pytest.MonkeyPatch) -> None:
     dtorch.init()
     mesh = DeviceMesh("cpu", [0])
     piece = torch.ones(4 * 2**20)  # 16 MiB
@@ -61,6 +62,7 @@ def test_a_held_worker_holds_the_client_back() -> None:
     thread = current_session().thread
     waits = threading.Event()
     thread._roomy = _Watched(waits)
+    monkeypatch.setattr(thread._pulse, "_states", lambda: dict.fromkeys(thread.pids, "S"))  # stopped, and yet not lost
     pid = next(iter(thread.pids.values()))
     sent = []
 
@@ -84,13 +86,14 @@ def test_a_held_worker_holds_the_client_back() -> None:
     assert thread.room.num_bytes < MAX_BYTES
 
 
-def test_ops_without_bytes_are_held_back_too() -> None:
+def test_ops_without_bytes_are_held_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = DeviceMesh("cpu", [0])
     x = dtorch.ones(2, device_mesh=mesh)
     dtorch.synchronize()
     thread = current_session().thread
     waits = threading.Event()
     thread._roomy = _Watched(waits)
+    monkeypatch.setattr(thread._pulse, "_states", lambda: dict.fromkeys(thread.pids, "S"))  # stopped, and yet not lost
     pid = next(iter(thread.pids.values()))
     found = []
 
