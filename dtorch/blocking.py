@@ -91,4 +91,5 @@ def _warn(frame: FrameType | None) -> None:
 
 def _in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
-    return "ipykernel" in sys.modules
+    kernel = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    return kernel is not None and bool(kernel.initialized())

@@ -173,7 +173,9 @@ async def test_what_does_not_block_does_not_warn(mesh: DeviceMesh) -> None:
 
 async def test_showing_a_tensor_in_a_notebook_is_no_offence(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     x = dtorch.ones(1, device_mesh=mesh)
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    kernel = types.ModuleType("ipykernel.kernelapp")
+    kernel.IPKernelApp = types.SimpleNamespace(initialized=lambda: True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
     assert "shape=(1,)" in repr(x)
     assert "shape=(1,)" in f"{x}"
     with pytest.warns(dtorch.BlockingWarning):
