@@ -152,6 +152,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "whisper": lambda m: (
         m(input_features=SOUNDS, decoder_input_ids=IDS[:2, :4]).logits,
         m.generate(SOUNDS, max_new_tokens=3),
+        m.generate(SOUNDS, max_new_tokens=3, num_beams=3, do_sample=False),
+        m.generate(SOUNDS, max_new_tokens=3, do_sample=False, cache_implementation="static"),
     ),
     "resnet": lambda m: (m(IMAGES).pooler_output,),
     "convnext": lambda m: (m(IMAGES).pooler_output,),
