@@ -53,6 +53,7 @@ from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from dtorch.transport.link import CLOSE_TIMEOUT_S, WebSocketLink
 from dtorch.transport.messages import PROTOCOL_VERSION, Stop
+from dtorch.transport.patience import Awake, within
 from dtorch.transport.store import STORE_PATH, StoreService
 
 logger = logging.getLogger(__name__)
@@ -185,19 +186,24 @@ class Head:
         return task
 
     async def _watch(self) -> None:
-        """From time to time: are keys revoked, does anybody not read, does a worker not answer?"""
+        """From time to time: are keys revoked, does anybody not read, does a worker not answer?
+
+        Patience is counted by a clock that stands still while this process is held up.
+        """
         loop = asyncio.get_running_loop()
+        clock = Awake(TICK_S, loop.time())
         while True:
             await asyncio.sleep(TICK_S)
+            now = clock.tick(loop.time())
             self.meter.tick()
             try:
                 self._end_revoked()
             except (OSError, ValueError) as error:
                 logger.error("the file of keys cannot be read: %s", error)
             for tenancy in list(self.sessions.values()):
-                self._end_stalled(tenancy, loop.time())
+                self._end_stalled(tenancy, now)
             for end in list(self.workers.values()):
-                await self._look_after(end, loop.time())
+                await self._look_after(end, now)
 
     def _end_revoked(self) -> None:
         known = {key.id: key for key in self.keys.entries()}
@@ -266,7 +272,7 @@ class Head:
         link = WebSocketLink(ws)
         keep_alive(link)
         try:
-            frame = await asyncio.wait_for(link.receive(), HANDSHAKE_S)
+            frame = await within(link.receive(), HANDSHAKE_S)
         except asyncio.TimeoutError:
             await link.close("nothing was said in time", WSCloseCode.POLICY_VIOLATION)
             frame = None

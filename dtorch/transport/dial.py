@@ -14,6 +14,7 @@ from . import codec
 from .errors import AuthError, ConnectionLostError, ProtocolError
 from .link import CLOSE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, WORKER_PATH, Link, WebSocketLink
 from .messages import PROTOCOL_VERSION, Hello, Welcome
+from .patience import within
 
 TLS_CLOSING_S = 0.02
 """What connections with TLS that were closed may take to be let go by the event loop, before it ends."""
@@ -69,7 +70,7 @@ async def dial(
         )
         link = WebSocketLink(ws, session.close)
         link.send_nowait(first)
-        frame = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT_S)
+        frame = await within(link.receive(), HANDSHAKE_TIMEOUT_S)
         if frame is None:
             refused = link.close_code in (WSCloseCode.PROTOCOL_ERROR, WSCloseCode.UNSUPPORTED_DATA)
             raise (ProtocolError if refused else ConnectionLostError)(link.reason or f"{address} hung up")

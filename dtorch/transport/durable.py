@@ -15,6 +15,7 @@ from aiohttp import WSCloseCode
 from .errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from .link import CLOSE_TIMEOUT_S, Link
 from .numbered import Numbered
+from .patience import within
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class DurableLink(Link):
 
     Args:
         link: the first connection, on which the handshake is over.
-        grace_s: how long the stream may be without a connection.
+        grace_s: how long the stream may be without a connection; time for which this process is held up does not count.
         dial: makes the next connection; None where the other end does.
         on_break: told of each connection that breaks, with the reason.
     """
@@ -152,7 +153,7 @@ class DurableLink(Link):
         if self._grace_s <= 0:
             return False
         try:
-            await asyncio.wait_for(self._news.wait(), self._grace_s)
+            await within(self._news.wait(), self._grace_s)
         except asyncio.TimeoutError:
             return False
         return not self.closed

@@ -31,6 +31,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from . import codec
 from .errors import ConnectionLostError, ProtocolError
 from .messages import PROTOCOL_VERSION, Hello, Welcome
+from .patience import within
 
 logger = logging.getLogger(__name__)
 
@@ -459,7 +460,7 @@ class Server:
     async def _greet(self, link: WebSocketLink) -> Hello | None:
         """The peer's Hello, answered; or None after closing the link with a reason."""
         try:
-            frame = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT_S)
+            frame = await within(link.receive(), HANDSHAKE_TIMEOUT_S)
             if frame is None:
                 return None
             hello = codec.decode_from_worker(frame)
