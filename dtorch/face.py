@@ -22,7 +22,7 @@ import torch
 from dtorch import policy
 from dtorch.future import TensorFuture
 from dtorch.ops import _op
-from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY
+from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, is_operator
 from dtorch.ops._op import Op
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
@@ -388,7 +388,10 @@ def _binary(op: Op, name: str) -> Callable[..., Any]:
         except (KeyError, IndexError):  # not met before, or no slot at hand
             sig = None
         if sig is None:
-            return _run(op, (self, other), {}, _getframe(1))
+            try:
+                return _run(op, (self, other), {}, _getframe(1))
+            except TypeError:
+                return NotImplemented
         made = _new(Tensor)
         made._spec = sig.spec
         made._slot = slot
@@ -422,11 +425,22 @@ def _forward_property(name: str, own: property) -> property:
     return property(get, put if own.fset is not None else None, doc=own.__doc__)
 
 
+def _operator(op: Callable[..., Any], name: str) -> Callable[[TorchTensor, Any], Any]:
+    def call(self: TorchTensor, other: Any) -> Any:
+        try:
+            return _run(op, (self, other), {}, _getframe(1))
+        except TypeError:
+            return NotImplemented
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
 def _attach() -> None:
     taken = set(TorchTensor.__dict__)
     for name, op in METHODS.items():
         if name not in taken and name not in ("size", "dim"):
-            setattr(TorchTensor, name, _op_method(op, name))
+            setattr(TorchTensor, name, (_operator if is_operator(name) else _op_method)(op, name))
             taken.add(name)
     for table in (_BINARY, _REVERSED, _UNARY):
         for name, target in table.items():
@@ -437,7 +451,7 @@ def _attach() -> None:
                 taken.add(f"__{name}__")
     for name, target in _IN_PLACE.items():
         if target in METHODS:
-            setattr(TorchTensor, f"__{name}__", _op_method(METHODS[target], f"__{name}__"))
+            setattr(TorchTensor, f"__{name}__", _operator(METHODS[target], f"__{name}__"))
             taken.add(f"__{name}__")
     for name, value in Tensor.__dict__.items():
         if name in taken or name in _OWN or name == "_is_param":

@@ -273,6 +273,13 @@ class Tensor(TensorFuture):
 
     __array_priority__ = 1000
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Blocks for the value, on the CPU, for ``torch.from_dlpack(x)`` and ``numpy.from_dlpack(x)``."""
+        return self.to_torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return torch.zeros(0).__dlpack_device__()
+
     @property
     def data(self) -> Tensor:
         return self.detach()  # type: ignore[no-any-return]

@@ -68,7 +68,10 @@ def binary(op: Op) -> Callable[[Tensor, Any], Any]:
             sig = None
         if sig is None:
             __tracebackhide__ = True
-            return record((self, other), {}, _getframe(1))
+            try:
+                return record((self, other), {}, _getframe(1))
+            except TypeError:  # as torch's operators do: the other operand's turn, or what Python makes of it
+                return NotImplemented
         out = _new(tensor)
         out._spec = sig.spec
         out._slot = slot
@@ -84,6 +87,26 @@ def unary(op: Op) -> Callable[[Tensor], Any]:
         return record((self,), {}, _getframe(1))
 
     return call
+
+
+def operator(record: Callable[..., Any], name: str) -> Callable[[Any, Any], Any]:
+    """Any other operator of two: an operand that it cannot take is left to Python."""
+    op = record if isinstance(record, Op) else None
+
+    def call(self: Any, other: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return record(self, other) if op is None else op.record((self, other), {}, _getframe(1))
+        except TypeError:
+            return NotImplemented
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = record.__doc__
+    return call
+
+
+def is_operator(name: str) -> bool:
+    return name.startswith("__") and name not in ("__getitem__", "__setitem__")
 
 
 _BINARY = {
@@ -104,7 +127,10 @@ _IN_PLACE = {
 def _attach() -> None:
     for name, record in METHODS.items():
         if name not in Tensor.__dict__ and name not in ("size", "dim"):
-            setattr(Tensor, name, op_method(record, name) if isinstance(record, Op) else method(record, name))
+            if is_operator(name):
+                setattr(Tensor, name, operator(record, name))
+            else:
+                setattr(Tensor, name, op_method(record, name) if isinstance(record, Op) else method(record, name))
     for name, target in _BINARY.items():
         op = OPS.get(f"torch.{target}")
         if op is not None:
@@ -120,7 +146,7 @@ def _attach() -> None:
     for name, target in _IN_PLACE.items():
         found = METHODS.get(target)
         if found is not None:
-            setattr(Tensor, f"__{name}__", op_method(found, f"__{name}__"))  # type: ignore[arg-type]
+            setattr(Tensor, f"__{name}__", operator(found, f"__{name}__"))
 
     def from_table(name: str) -> Callable[..., Any]:
         return PUBLIC[name]
@@ -144,7 +170,7 @@ def _attach() -> None:
         return from_table("matmul")(other, self)
 
     for made in (rsub, rtruediv, rpow, rfloordiv, rmod, rmatmul):
-        setattr(Tensor, f"__{made.__name__}__", made)
+        setattr(Tensor, f"__{made.__name__}__", operator(made, f"__{made.__name__}__"))
 
 
 _attach()
