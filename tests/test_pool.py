@@ -95,6 +95,33 @@ def test_no_device_is_placed_twice_for_a_session_or_on_a_worker_that_is_gone(ste
         assert used == sum(len(pool.devices_of(session)) for session in range(6))
 
 
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 4), st.sets(st.integers(0, 12))), max_size=12),
+)
+def test_each_device_gets_the_place_that_is_best_when_its_turn_comes(
+    workers: list[int], asked: list[tuple[int, set[int]]]
+) -> None:
+    pool = Pool()
+    for num in workers:
+        pool.enlist(cpus(num))
+    for session, devices in asked:
+        had = pool.devices_of(session)
+        mine = {worker for worker, _ in had.values()}
+        load = {(n, d): len(s) for n, m in pool.members.items() for d, s in m.used.items() if session not in s}
+        expected = {}
+        for device in sorted(devices):
+            if ("cpu", device) not in had and load:
+                expected["cpu", device] = best = min(load, key=lambda p: (load[p], p[0] not in mine, p[0], p[1]))
+                mine.add(best[0])
+                del load[best]
+        try:
+            pool.reserve(session, "cpu", sorted(devices))
+        except MeshError:
+            expected = {}
+        assert pool.devices_of(session) == had | expected
+
+
 # ---- quotas
 
 

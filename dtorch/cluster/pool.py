@@ -7,8 +7,9 @@ possible on a worker that this session uses already, so that its devices talk wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from dtorch.transport.errors import MeshError
 
@@ -86,10 +87,13 @@ class Pool:
         """
         placed = self._placed.setdefault(session, {})
         wanted = [(kind, device) for device in dict.fromkeys(devices) if (kind, device) not in placed]
+        if not wanted:
+            return
+        best = self._best(session, kind, {worker for worker, _ in placed.values()})
         made: list[Device] = []
         for device in wanted:
-            best = self._best(session, kind, placed)
-            if best is None:
+            place = next(best, None)
+            if place is None:
                 for each in made:
                     self._release(session, *placed.pop(each))
                 have = self.counts(session).get(kind, 0)
@@ -97,23 +101,39 @@ class Pool:
                     f"{len(placed) + len(wanted)} {kind} devices are wanted, and the cluster has {have} of them now. "
                     f"More workers (dtorch worker --head ... --devices {kind}:N) bring more"
                 )
-            placed[device] = best
-            self.members[best[0]].used[best[1]].add(session)
+            placed[device] = place
+            self.members[place[0]].used[place[1]].add(session)
             made.append(device)
 
-    def _best(self, session: int, kind: str, placed: dict[Device, tuple[int, Device]]) -> tuple[int, Device] | None:
-        mine = {worker for worker, _ in placed.values()}
-        options = [
-            (len(sessions), number not in mine, number, device)
-            for number, member in self.members.items()
-            if not member.draining
+    def _best(self, session: int, kind: str, mine: set[int]) -> Iterator[tuple[int, Device]]:
+        """Places for one device after the other, the best first.
+
+        Args:
+            mine: workers that the session uses.
+        """
+        options: list[tuple[int, bool, int, Device]] = []  # a heap; the least is the best
+        for number, member in self.members.items():
+            if not member.draining:
+                options += self._options(session, kind, member, number not in mine)
+        heapify(options)
+        while options:
+            _, is_elsewhere, number, device = heappop(options)
+            member = self.members[number]
+            if session in member.used[device]:
+                continue
+            yield number, device
+            if is_elsewhere and number not in mine:  # its other devices are better places from now on
+                mine.add(number)
+                for option in self._options(session, kind, member, False):
+                    heappush(options, option)
+
+    @staticmethod
+    def _options(session: int, kind: str, member: Member, is_elsewhere: bool) -> list[tuple[int, bool, int, Device]]:
+        return [
+            (len(sessions), is_elsewhere, member.number, device)
             for device, sessions in member.used.items()
             if device[0] == kind and session not in sessions
         ]
-        if not options:
-            return None
-        _, _, number, device = min(options)
-        return number, device
 
     def where(self, session: int, kind: str, device: int) -> tuple[int, int]:
         """The worker that hosts a session's device, and the device's number there. Raises KeyError: not reserved."""
