@@ -75,6 +75,8 @@ async def memory_stats_async(device_mesh: DeviceMesh | None = None, *, reset_pea
 
 
 def _asked(device_mesh: DeviceMesh | None, reset_peak: bool) -> Promise[tuple[WorkerStatistics, ...]]:
+    if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"memory_stats: expected a DeviceMesh, got {type(device_mesh).__name__}")
     session = current_session()
     if device_mesh is not None:
         session.mesh_number(device_mesh)

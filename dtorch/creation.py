@@ -218,7 +218,7 @@ class Factory:
             for i, a in enumerate(args)
         )
         named = tuple((k, type(v) if self._dynamic(k, v) else (type(v), v)) for k, v in kwargs.items())
-        where = None if placements is None else tuple(placements)
+        where = tuple(placements) if isinstance(placements, (list, tuple)) else placements  # others are refused below
         key = (self.name, session.number, mesh, where, static, named, torch.get_default_dtype())
         sig = _signatures.get(key)
         if sig is None:

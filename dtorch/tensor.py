@@ -390,6 +390,8 @@ class Tensor(TensorFuture):
 
     def redistribute_like(self, other: Tensor) -> Tensor:
         """Under the mesh and placements of ``other``."""
+        if not isinstance(other, TensorFuture):
+            raise TypeError(f"redistribute_like: expected a tensor on a mesh, got {type(other).__name__}")
         return self.redistribute(device_mesh=other.device_mesh, placements=other.placements)
 
     def redistribute_by_dict(

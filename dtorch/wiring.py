@@ -96,6 +96,8 @@ def chosen_options(
                 f"virtual={{{kind!r}: {other!r}}}: "
                 "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"
             )
+    if listen is not None and not re.fullmatch(r"[^:]+(:\d{1,5})?", listen):
+        raise ValueError(f"listen is 'host' or 'host:port', not {listen!r}")
     sync = default_sync() if sync is None else sync
     if num_threads is None:
         num_threads = torch.get_num_threads()

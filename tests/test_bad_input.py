@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -336,12 +337,35 @@ async def test_a_value_that_is_awaited_while_the_runtime_shuts_down() -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: x.redistribute_like(torch.ones(2)), "expected a tensor on a mesh, got Tensor"),
+        (lambda x: x.redistribute_by_dict({"dp": Replicate()}), "placements_dict={axis name: placement}, got dict and dict"),
+        (lambda x: x.redistribute_by_dict(None, [Replicate()]), "got NoneType and list"),
+        (lambda x: dtorch.memory_stats("cpu"), "memory_stats: expected a DeviceMesh, got str"),
+        (lambda x: dtorch.ones(2, device_mesh="cpu"), "device_mesh must be a DeviceMesh, not str"),
+    ],
+)
+def test_something_else_where_a_mesh_or_tensor_belongs(mesh: DeviceMesh, call: Any, words: str) -> None:
+    x = dtorch.ones(4, 3, device_mesh=mesh)
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call(x)
+
+
+def test_one_placement_where_a_list_belongs(mesh: DeviceMesh) -> None:
+    for make in (dtorch.ones, dtorch.rand):
+        with pytest.raises(dtorch.PlacementError, match=r"write placements=\[\.\.\.\]"):
+            make(2, device_mesh=mesh, placements=Shard(0))
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"workers": "many"}, "workers must be 'shared' or 'per-device', not 'many'"),
         ({"virtual": {"cuda": "tpu"}}, "'cpu', 'cuda' or one GPU such as 'cuda:0' can stand for a device kind"),
         ({"num_threads": 0}, "must be at least 1"),
         ({"start_timeout_s": 0}, "above 0"),
+        ({"listen": "localhost:http"}, "listen is 'host' or 'host:port', not 'localhost:http'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, object], words: str) -> None:

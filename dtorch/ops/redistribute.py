@@ -83,6 +83,11 @@ def redistribute_by_dict(
     if mode not in ("keep", "replicate", "raise_error"):
         raise ValueError(f"default_placement_mode must be 'keep', 'replicate' or 'raise_error', not {mode!r}")
     mesh = tensor.device_mesh if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh) or not isinstance(placements_dict, dict):
+        raise TypeError(
+            "redistribute_by_dict: expected device_mesh=DeviceMesh(...) or None and placements_dict={axis name: placement}, "
+            f"got {type(device_mesh).__name__} and {type(placements_dict).__name__}"
+        )
     if mesh.dim_names is None:
         if mesh.size() == 1:  # such as a stage of a mesh that has pipeline stages only
             return redistribute(tensor, [Replicate()] * mesh.ndim, mesh)
