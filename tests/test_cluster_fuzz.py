@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 import torch
-from _cluster import Cluster, cluster
+from _cluster import PATIENCE_S, Cluster, cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -219,6 +219,20 @@ async def test_a_client_is_held_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -
         hostile._take(Reserve(1, number, "cpu", (0,)), b"")
         number += 1
     assert "does not read" in hostile.over
+
+
+async def test_a_session_that_is_over_still_hears_that_its_last_word_has_arrived() -> None:
+    tenancy, wire = Home().session(1)
+    serving = asyncio.get_running_loop().create_task(tenancy.serve())
+    client = DurableLink(wire, 1.0)
+    tenancy.end("AuthError", "the key was revoked")
+    client.send_nowait(codec.encode(Seed(1, 1)))  # said before it knew
+    assert isinstance(codec.decode_to_client(await client.receive() or b""), Ended)
+    client.send_nowait(codec.encode(Seed(1, 2)))
+    await asyncio.wait_for(tenancy.link.wait_sent(), PATIENCE_S)
+    await client.close()
+    await asyncio.wait_for(serving, PATIENCE_S)
+    await tenancy.link.close()
 
 
 # ---- the op decoder of a worker

@@ -165,7 +165,9 @@ class Tenancy:
     async def serve(self) -> None:
         """Do what the client says until it leaves, is gone for good, or is cut off."""
         try:
-            while (frame := await self.link.receive()) is not None and not self.over:
+            while (frame := await self.link.receive()) is not None:
+                if self.over:  # said before it knew; what counts now is that it acknowledges
+                    continue
                 self._take(codec.decode_from_client(frame), frame)
                 await self._wait_for_workers()
                 self._num_frames += 1
