@@ -14,7 +14,9 @@ import torch
 from dtorch import assemble
 from dtorch.forecast.traffic import is_view
 from dtorch.ops.table import resolve
+from dtorch.runtime.arrivals import Arrival, InMessage
 from dtorch.runtime.executor import Executor
+from dtorch.runtime.layout import pieces
 from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.template import dtype_of
 from dtorch.spec import Spec
@@ -24,7 +26,7 @@ SMALL_BYTES = 64 * 1024
 """Larger tensors are not worked out."""
 _UNKNOWN = frozenset({"random", "read", "write", "sync_file", "program", "upload_shards"})
 
-Picked = list[tuple[tuple[Any, ...], Blob | None]]
+Picked = list[tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
 def known_value(
@@ -34,7 +36,7 @@ def known_value(
 
     The calls that lead to it run here, on the CPU, as a worker that hosts all devices would run them.
     """
-    picked = _slice(slot, batches, definitions)
+    picked = _slice(slot, batches, definitions, meshes)
     if picked is None:
         return None
     failures: list[Any] = []
@@ -42,12 +44,12 @@ def known_value(
     for mesh in meshes.values():
         executor.add_mesh(msgspec.structs.replace(mesh, workers=(0,) * len(mesh.devices)))
     calls: list[tuple[Any, ...]] = []
-    uploads: list[torch.Tensor] = []
-    for call, blob in picked:
+    uploads: list[Arrival] = []
+    for call, blobs in picked:
         executor.add_definition(definitions[call[0]])
-        if blob is not None:
+        if blobs:
             call = (*call[:-1], len(uploads))
-            uploads.append(torch.frombuffer(bytearray(blob.data), dtype=torch.uint8) if blob.data else torch.empty(0))
+            uploads += (InMessage(blob.data) for blob in blobs)
         calls.append(call)
     with torch.no_grad():
         executor.run(1, msgspec.msgpack.encode((calls, [])), uploads)
@@ -55,18 +57,20 @@ def known_value(
         return None
     devices, mesh_shape = spec.mesh.devices, tuple(spec.mesh.shape)
     wanted = assemble.providers(tuple(spec.shape), spec.codes, mesh_shape, devices)
-    pieces = {device: executor.held(slot, (spec.mesh.device_type, device)) for device in wanted}
-    return assemble.whole(tuple(spec.shape), spec.codes, mesh_shape, devices, pieces, spec.dtype)
+    held = {device: executor.held(slot, (spec.mesh.device_type, device)) for device in wanted}
+    return assemble.whole(tuple(spec.shape), spec.codes, mesh_shape, devices, held, spec.dtype)
 
 
-def _slice(slot: int, batches: Sequence[Outgoing], definitions: Mapping[int, Definition]) -> Picked | None:
+def _slice(
+    slot: int, batches: Sequence[Outgoing], definitions: Mapping[int, Definition], meshes: Mapping[int, MeshInfo]
+) -> Picked | None:
     """The calls on which the value in ``slot`` depends, in order; None where it is not known or not small."""
-    steps = list(_steps(batches, definitions))
+    steps = list(_steps(batches, definitions, meshes))
     memory, last = _memory(steps)
     needed = {slot}
     touched = {last.get(slot, -1)}  # memory of what is needed, and of what was
     picked: Picked = []
-    for (call, blob, definition, outs, ins), (made, used) in zip(reversed(steps), reversed(memory), strict=True):
+    for (call, blobs, definition, outs, ins), (made, used) in zip(reversed(steps), reversed(memory), strict=True):
         if not needed:
             break
         if definition.writes:
@@ -78,24 +82,30 @@ def _slice(slot: int, batches: Sequence[Outgoing], definitions: Mapping[int, Def
         is_small = all(
             math.prod(x.shape) * dtype_of(x.dtype).itemsize <= SMALL_BYTES for x in (*definition.inputs, *definition.outputs)
         )
-        if not is_small or definition.kernel in _UNKNOWN or not (blob is None or isinstance(blob, Blob)):
+        if not is_small or definition.kernel in _UNKNOWN or not all(isinstance(b, Blob) for b in blobs):
             return None
         needed.difference_update(outs)
         needed.update(ins)
         touched.update(made, used)
-        picked.append((call, blob))
+        picked.append((call, blobs))
     return None if needed else picked[::-1]
 
 
-def _steps(batches: Sequence[Outgoing], definitions: Mapping[int, Definition]) -> Iterator[tuple[Any, ...]]:
+def _steps(
+    batches: Sequence[Outgoing], definitions: Mapping[int, Definition], meshes: Mapping[int, MeshInfo]
+) -> Iterator[tuple[Any, ...]]:
     """(call, its bytes if it is an upload, definition, output slots, input slots) of every call."""
     for batch in batches:
         for call in batch.calls:
             definition = definitions[call[0]]
             num_outs = 0 if definition.writes else len(definition.outputs)
             stop = 1 + num_outs + len(definition.inputs)
-            blob = batch.uploads[call[-1]] if definition.kernel == "upload" else None
-            yield call, blob, definition, call[1 : 1 + num_outs], call[1 + num_outs : stop]
+            blobs: tuple[Any, ...] = ()
+            if definition.kernel == "upload":
+                layout = definition.outputs[0]
+                boxes, _ = pieces(tuple(layout.shape), tuple(layout.codes), tuple(meshes[layout.mesh].shape))
+                blobs = batch.uploads[call[-1] : call[-1] + len(boxes)]
+            yield call, blobs, definition, call[1 : 1 + num_outs], call[1 + num_outs : stop]
 
 
 def _memory(steps: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[list[int], list[int]]], dict[int, int]]:

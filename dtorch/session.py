@@ -23,6 +23,7 @@ from dtorch.frames import source, where
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, normalize
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
+from dtorch.runtime.layout import pieces, slices
 from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
@@ -82,7 +83,7 @@ class Session:
         self.epoch = 0  # changes when signatures are forgotten
         self.nothings: dict[Any, Tensor] = {}  # see ops/_nothing.py
         self._upload_signatures: dict[tuple[Spec, str], Signature] = {}
-        self._uploading: list[tuple[int, Lease]] = []  # batch that reads it, or a later one; segment
+        self._uploading: list[tuple[int, list[Lease]]] = []  # batch that reads it, or a later one; its memory
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
         self._finished_beyond: set[int] = set()
         self.elastic = Elastic(self, self._failures)
@@ -215,34 +216,38 @@ class Session:
             codes = tuple(p.code for p in normalize(placements, data.ndim, mesh))
         data = data.detach().resolve_conj().resolve_neg()
         spec = self.spec(data.shape, contiguous_stride(data.shape), data.dtype, mesh, codes)
-        return self._upload(spec, data, "upload")
+        boxes, _ = pieces(spec.shape, codes, tuple(mesh.shape))
+        whole = tuple((0, n) for n in spec.shape)
+        return self._upload(spec, [data[slices(part, whole)] for part in boxes], "upload")
 
     def upload_shards(
-        self, pieces: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: DeviceMesh, codes: tuple[int, ...]
+        self, parts: Sequence[torch.Tensor], shape: tuple[int, ...], mesh: DeviceMesh, codes: tuple[int, ...]
     ) -> Tensor:
         """Put pieces that are already cut, one a device in row-major order."""
-        spec = self.spec(shape, contiguous_stride(shape), pieces[0].dtype, mesh, codes)
-        flat = [p.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for p in pieces]
-        return self._upload(spec, torch.cat(flat), "upload_shards")
+        spec = self.spec(shape, contiguous_stride(shape), parts[0].dtype, mesh, codes)
+        return self._upload(spec, [p.detach().resolve_conj().resolve_neg() for p in parts], "upload_shards")
 
-    def _upload(self, spec: Spec, data: torch.Tensor, kernel: str) -> Tensor:
+    def _upload(self, spec: Spec, parts: Sequence[torch.Tensor], kernel: str) -> Tensor:
         key = (spec, kernel)
         sig = self._upload_signatures.get(key)
         if sig is None:
             sig = self._upload_signatures[key] = self._define_upload(spec, kernel)
-        size = data.numel() * data.element_size()
-        blob: Blob | SharedBlob | StreamBlob
-        if size <= INLINE_BYTES:
-            blob = Blob(data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if size else b"")
+        leases: list[Lease] = []
+        blobs: list[Blob | SharedBlob | StreamBlob]
+        if sum(part.nbytes for part in parts) <= INLINE_BYTES:
+            blobs = [Blob(_bytes(part)) for part in parts]
         else:
-            lease = self._pool.lease(size)
-            lease.tensor.view(data.dtype).view(data.shape).copy_(data)
-            blob = lease.blob
-        slot = self.recorder.upload(sig.id, blob, source(_getframe(1)), None if isinstance(blob, Blob) else lease.tensor)
-        if not isinstance(blob, Blob):
+            # What one device alone gets is given away, unless it may have to be sent again.
+            alone = self.options.lineage is None and len(parts) == len(spec.mesh.devices)
+            leases = self._pool.lease_many([part.nbytes for part in parts], alone)
+            for part, lease in zip(parts, leases, strict=True):
+                lease.tensor.view(part.dtype).view(part.shape).copy_(part)
+            blobs = [lease.blob for lease in leases]
+        slot = self.recorder.upload(sig.id, blobs, source(_getframe(1)), [lease.tensor for lease in leases])
+        if leases:
             with self._lock:
-                self._uploading.append((self.recorder.next_seq, lease))
-            if isinstance(blob, StreamBlob):
+                self._uploading.append((self.recorder.next_seq, leases))
+            if any(isinstance(blob, StreamBlob) for blob in blobs):
                 self.recorder.flush()  # it may take a while: begin now
                 self.thread.wait_for_room()
         self.recorder.bound_uploads()
@@ -255,7 +260,7 @@ class Session:
 
     def _define_upload(self, spec: Spec, kernel: str) -> Signature:
         def build(number: int) -> Definition:
-            # The number is the place of the bytes among the batch's uploads.
+            # The number is the place of the first piece among the batch's uploads.
             return Definition(number, "dtorch.upload", kernel, [["n", 0]], {}, (), (spec.layout,))
 
         return self.define(build, (spec,), "dtorch.upload", ())
@@ -302,7 +307,7 @@ class Session:
             beyond.discard(self._finished_through)
         if self._uploading:
             with self._lock:
-                self._uploading = [(at, lease) for at, lease in self._uploading if at > self._finished_through]
+                self._uploading = [(at, kept) for at, kept in self._uploading if at > self._finished_through]
 
     def settled(self, settled: Settled) -> None:
         self._fetches.settled(settled)
@@ -467,6 +472,10 @@ class Session:
         while self._counts:
             _, waiting = self._counts.popitem()
             waiting.set_exception(again(error))
+
+
+def _bytes(part: torch.Tensor) -> bytes:
+    return part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b""
 
 
 def _refresh(tensor: Tensor) -> None:

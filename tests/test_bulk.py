@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dtorch.transport import bulk
-from dtorch.transport.bulk import Segment, SegmentPool, forget_blobs, open_blob
+from dtorch.transport.bulk import OWN_SEGMENT_BYTES, Segment, SegmentPool, adopt_blob, forget_blobs, open_blob
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.messages import SharedBlob
 
@@ -191,6 +191,100 @@ def test_leases_survive_the_pool() -> None:
     del kept, tensor
     gc.collect()
     assert mapped() == 0
+
+
+def test_what_is_given_is_adopted_as_it_is_and_used_again_only_after_it() -> None:
+    pool = SegmentPool()
+    (first,) = pool.lease_many([MIB], give=True)
+    first.tensor.fill_(1)
+    adopted = adopt_blob(first.blob)
+    assert adopted is not None
+    assert adopted.data_ptr() == open_blob(first.blob).data_ptr()
+    name = first.blob.fd
+    del first
+    gc.collect()
+    assert pool.lease(MIB).blob.fd != name  # the owner is done with it, the reader is not
+    view = adopted[5:10]
+    del adopted
+    assert pool.lease(MIB).blob.fd != name
+    view.fill_(3)
+    assert view.tolist() == [3] * 5
+    del view
+    gc.collect()
+    kept = [pool.lease(MIB) for _ in range(3)]
+    assert name in {lease.blob.fd for lease in kept}
+    pool.close()
+
+
+def test_what_others_read_too_is_copied_as_it_is_written() -> None:
+    pool = SegmentPool()
+    lease = pool.lease_many([MIB + 100])[0]
+    lease.tensor.fill_(1)
+    one, two = adopt_blob(lease.blob), adopt_blob(lease.blob)
+    assert one is not None
+    assert two is not None
+    assert one.numel() == MIB + 100
+    one[: MIB // 2] = 7
+    two.fill_(9)
+    assert int(lease.tensor.sum()) == MIB + 100
+    assert one[MIB // 2 - 1 : MIB // 2 + 1].tolist() == [7, 1]
+    pool.close()
+
+
+def test_a_piece_inside_a_segment_is_adopted_where_it_lies() -> None:
+    pool = SegmentPool()
+    leases = pool.lease_many([100, 5000, 3 * MIB])
+    assert len({lease.blob.fd for lease in leases}) == 1  # small ones share one
+    for number, lease in enumerate(leases):
+        lease.tensor.fill_(number)
+    for number, lease in enumerate(leases):
+        adopted = adopt_blob(lease.blob)
+        assert adopted is not None
+        assert adopted.data_ptr() % 64 == 0
+        assert adopted.unique().tolist() == [number]
+    assert adopt_blob(SharedBlob(os.getpid(), leases[0].blob.fd, 8, 100)) is None  # torch's memory is aligned otherwise
+    large = pool.lease_many([OWN_SEGMENT_BYTES, OWN_SEGMENT_BYTES])
+    assert len({lease.blob.fd for lease in large}) == 2
+    pool.close()
+
+
+def test_a_reader_that_is_killed_lets_go(tmp_path: Path) -> None:
+    pool = SegmentPool()
+    (lease,) = pool.lease_many([MIB], give=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dtorch.transport.bulk import adopt_blob\n"
+        "from dtorch.transport.messages import SharedBlob\n"
+        f"kept = adopt_blob(SharedBlob({lease.blob.pid}, {lease.blob.fd}, 0, {MIB}, True))\n"
+        "sys.stdout.write('adopted\\n'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    assert child.stdout.readline() == "adopted\n"
+    name = lease.blob.fd
+    del lease
+    gc.collect()
+    other = pool.lease(MIB)
+    assert other.blob.fd != name
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    child.stdin.close()
+    assert pool.lease(MIB).blob.fd == name
+    pool.close()
+
+
+def test_too_many_adoptions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_MAX_ADOPTED", len(bulk._adopted) + 1)
+    pool = SegmentPool()
+    lease = pool.lease(MIB)
+    one = adopt_blob(lease.blob)
+    assert one is not None
+    assert adopt_blob(lease.blob) is None
+    del one
+    gc.collect()
+    assert adopt_blob(lease.blob) is not None
+    pool.close()
 
 
 @pytest.mark.parametrize("size", [1, 65536, 65537, MIB, MIB + 1, 5 * MIB, 256 * MIB + 1])

@@ -227,10 +227,10 @@ def test_a_fetch_follows_everything_recorded_before_it(client: Client) -> None:
 
 
 def test_uploads_lie_in_the_batch_of_their_call(client: Client) -> None:
-    client.recorder.upload(1, Blob(b"a"), (None, 0))
-    client.recorder.upload(1, Blob(b"b"), (None, 0))
+    client.recorder.upload(1, [Blob(b"a")], (None, 0))
+    client.recorder.upload(1, [Blob(b"b")], (None, 0))
     client.recorder.flush()
-    client.recorder.upload(1, Blob(b"c"), (None, 0))
+    client.recorder.upload(1, [Blob(b"c")], (None, 0))
     client.recorder.flush()
     first, second = client.outlet.batches
     assert (first.uploads, second.uploads) == ((Blob(b"a"), Blob(b"b")), (Blob(b"c"),))

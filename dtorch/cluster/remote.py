@@ -14,6 +14,7 @@ import ssl
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from typing_extensions import assert_never
 
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
+from dtorch.runtime.layout import pieces
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
 from dtorch.runtime.shell import Listener, new_loop
@@ -34,7 +36,17 @@ from dtorch.transport.dial import TLS_CLOSING_S, address_of, dial, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, DTorchError, ProtocolError
 from dtorch.transport.link import Link
-from dtorch.transport.messages import PROTOCOL_VERSION, AskStatistics, AskTrace, Blob, Define, SharedBlob, StreamBlob
+from dtorch.transport.messages import (
+    PROTOCOL_VERSION,
+    AskStatistics,
+    AskTrace,
+    Blob,
+    Define,
+    Definition,
+    MeshInfo,
+    SharedBlob,
+    StreamBlob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +90,10 @@ class RemotePool:
         self._buffers[number] = view
         return Lease(torch.frombuffer(view, dtype=torch.uint8)[:size_bytes], StreamBlob(number, size_bytes))
 
+    def lease_many(self, sizes_bytes: Sequence[int], give: bool = False) -> list[Lease]:
+        """As of ``SegmentPool``."""
+        return [self.lease(size) for size in sizes_bytes]
+
     def buffer(self, stream: int) -> memoryview | None:
         return self._buffers.get(stream)
 
@@ -89,7 +105,20 @@ class RemotePool:
 class _Upload:
     stream: int
     mesh: int
+    devices: tuple[int, ...]  # whose piece it is
     buffer: memoryview
+
+
+def _piece_devices(definition: Definition, mesh: MeshInfo) -> list[tuple[int, ...]]:
+    """The devices that hold each piece of an upload."""
+    if definition.kernel == "upload_shards":
+        return [(device,) for device in mesh.devices]
+    layout = definition.outputs[0]
+    boxes, of = pieces(tuple(layout.shape), tuple(layout.codes), tuple(mesh.shape))
+    found: list[list[int]] = [[] for _ in boxes]
+    for device, number in zip(mesh.devices, of, strict=True):
+        found[number].append(device)
+    return list(map(tuple, found))
 
 
 class RemoteController:
@@ -111,7 +140,8 @@ class RemoteController:
         self._link: DurableLink | None = None
         self._queue: deque[bytes | _Upload] = deque()  # to be sent, by the loop's thread
         self._pumping: asyncio.Task[None] | None = None
-        self._meshes_of: dict[int, int] = {}  # signature of an upload -> mesh
+        self._meshes: dict[int, MeshInfo] = {}
+        self._pieces_of: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # signature of an upload -> (mesh, devices) each
         self._reserving: dict[int, Promise[cluster.Reserved]] = {}
         self._tickets = itertools.count(1)
         self._num_submitted = 0  # changed by submit only, one thread at a time
@@ -153,23 +183,26 @@ class RemoteController:
     def submit(self, batch: Outgoing) -> None:
         self._num_submitted += 1
         session = self.session
+        self._meshes.update((mesh.mesh, mesh) for mesh in batch.meshes)
         for definition in batch.definitions:
             if definition.kernel.startswith("upload"):
-                self._meshes_of[definition.sig] = definition.outputs[0].mesh
+                mesh = self._meshes[definition.outputs[0].mesh]
+                self._pieces_of[definition.sig] = [(mesh.mesh, devices) for devices in _piece_devices(definition, mesh)]
         items: list[bytes | _Upload] = []
         if batch.meshes or batch.definitions or batch.programs:
             items.append(codec.encode(Define(session, batch.meshes, batch.definitions, batch.programs)))
         uploads: list[Blob | StreamBlob] = []
-        meshes: dict[int, int] | None = None
+        targets: dict[int, tuple[int, tuple[int, ...]]] = {}
+        if any(isinstance(blob, StreamBlob) for blob in batch.uploads):
+            for call in batch.calls:
+                targets.update(enumerate(self._pieces_of.get(call[0], ()), start=call[-1]))
         for position, blob in enumerate(batch.uploads):
             assert not isinstance(blob, SharedBlob)
             uploads.append(blob)
             if isinstance(blob, StreamBlob):
-                if meshes is None:
-                    meshes = {call[2]: self._meshes_of[call[0]] for call in batch.calls if call[0] in self._meshes_of}
                 buffer = self._pool.buffer(blob.stream)
                 assert buffer is not None  # the session keeps it until the batch is finished
-                items.append(_Upload(blob.stream, meshes[position], buffer))
+                items.append(_Upload(blob.stream, *targets[position], buffer))
         items.append(
             codec.encode(
                 Submit(
@@ -375,7 +408,8 @@ class RemoteController:
         for start in range(0, len(view), PART_BYTES):
             await self._link.wait_below(WINDOW_BYTES)
             piece = view[start : start + PART_BYTES]
-            self._send(codec.encode(Part(self.session, upload.stream, start, piece, upload.mesh, len(view))))
+            part = Part(self.session, upload.stream, start, piece, upload.mesh, len(view), upload.devices)
+            self._send(codec.encode(part))
         with self._room:
             self._queued_bytes -= len(view)
         self._notify()

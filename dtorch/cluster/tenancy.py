@@ -268,10 +268,10 @@ class Tenancy:
         self._handle(Submitted(batch))
 
     def _forward(self, part: Part, frame: bytes) -> None:
-        """Pass a part of an upload on, to the workers of the mesh that it is for."""
+        """Pass a part of an upload on, to the workers of the devices whose piece it is."""
         if len(part.data) > PART_BYTES:
             raise ProtocolError(f"a part of {len(part.data)} bytes is above {PART_BYTES}")
-        workers = self._controller.workers_of(part.mesh)
+        workers = self._controller.workers_of(part.mesh, part.devices)
         if not workers:
             raise ProtocolError(f"bytes for mesh {part.mesh}, which is unknown")
         for number in workers:

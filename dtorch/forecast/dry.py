@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,9 +128,9 @@ class DrySession(Session):
         made._slot = self.recorder.slot()
         return made
 
-    def _upload(self, spec: Spec, data: torch.Tensor, kernel: str) -> Tensor:
-        is_small = data.numel() * data.element_size() <= SMALL_BYTES
-        return super()._upload(spec, data, kernel) if is_small and not data.is_meta else self.placed(spec)
+    def _upload(self, spec: Spec, parts: Sequence[torch.Tensor], kernel: str) -> Tensor:
+        is_small = sum(part.nbytes for part in parts) <= SMALL_BYTES
+        return super()._upload(spec, parts, kernel) if is_small and not parts[0].is_meta else self.placed(spec)
 
     def fetch(self, tensor: Tensor, now: bool = True) -> Any:
         _, definitions, meshes = self.recorded()

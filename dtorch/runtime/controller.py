@@ -182,9 +182,13 @@ class Controller:
     def num_meshes(self) -> int:
         return len(self.meshes)
 
-    def workers_of(self, mesh: int) -> tuple[int, ...]:
-        """The workers that host a mesh's devices; () when it is unknown."""
-        return self._mesh_workers.get(mesh, ())
+    def workers_of(self, mesh: int, devices: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The workers that host a mesh's devices, or some of them; () when it is unknown."""
+        found = self._mesh_workers.get(mesh, ())
+        if not devices or len(found) < 2:
+            return found
+        kind = next(m.kind for m in self.meshes if m.mesh == mesh)
+        return tuple(sorted({self.hosts[kind, d] for d in devices if (kind, d) in self.hosts}))
 
     def is_starting(self, worker: int) -> bool:
         """Was it asked for, and has neither joined nor ended?"""

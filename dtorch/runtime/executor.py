@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dtorch.runtime import joint
+from dtorch.runtime.arrivals import Arrival
 from dtorch.runtime.binding import Binder
 from dtorch.runtime.comm import Place
 from dtorch.runtime.files import FileAccess
@@ -110,7 +111,7 @@ class Executor:
         self._plans = Plans()
         self._num_errors = 0
         self._seq = 0
-        self.uploads: list[torch.Tensor] = []
+        self.uploads: list[Arrival] = []
         # Written by another thread when a worker is gone: above ``binder.epoch``, stop at the next call.
         self.halt_epoch = 0
         self.halted = False
@@ -166,7 +167,7 @@ class Executor:
         self._plans.clear()
 
     @contextmanager
-    def beside(self, stores: list[list[Any]], seq: int, uploads: list[torch.Tensor]) -> Iterator[None]:
+    def beside(self, stores: list[list[Any]], seq: int, uploads: list[Arrival]) -> Iterator[None]:
         """Calls of batch ``seq`` work on other stores within the block."""
         own = self.stores
         self._seq, self.uploads = seq, uploads
@@ -262,7 +263,7 @@ class Executor:
 
     # ---- execution
 
-    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> bool:
+    def run(self, seq: int, body: bytes, uploads: list[Arrival]) -> bool:
         """Execute one batch. Failures of calls are reported and poison what depends on them; nothing is raised for them.
 
         Returns:
@@ -281,7 +282,7 @@ class Executor:
         self.position = Position(seq + 1, 0, 0)
         return True
 
-    def _run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> None:
+    def _run(self, seq: int, body: bytes, uploads: list[Arrival]) -> None:
         self._seq = seq
         self.uploads = uploads
         tracer = self.tracer

@@ -10,8 +10,7 @@ from operator import length_hint
 from time import perf_counter_ns
 from typing import Any
 
-import torch
-
+from dtorch.runtime.arrivals import Arrival
 from dtorch.runtime.binding import Binder, Bound
 from dtorch.runtime.executor import Executor
 from dtorch.runtime.files import FileAccess
@@ -21,7 +20,7 @@ from dtorch.runtime.poison import Poison
 from dtorch.runtime.spending import Source, Spending, kind, verb
 from dtorch.runtime.template import dtype_of
 from dtorch.runtime.turns import Turns
-from dtorch.transport.errors import DTorchError, ProtocolError, QuotaError
+from dtorch.transport.errors import ProtocolError, QuotaError
 from dtorch.transport.messages import Definition, Program
 
 SMALL_BYTES = 4096
@@ -108,8 +107,6 @@ class FairBinder(Binder):
     def _polite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.step()
-            if args and isinstance(args[0], DTorchError):  # in the place of an upload that is not there
-                raise args[0]
             return fn(*args, **kwargs)
 
         return run
@@ -206,7 +203,7 @@ class FairExecutor(Executor):
             raise ProtocolError(f"a program of {program.num_registers} registers is beyond the limit of {MAX_SLOTS}")
         super().add_program(program)
 
-    def run(self, seq: int, body: bytes, uploads: list[torch.Tensor]) -> bool:
+    def run(self, seq: int, body: bytes, uploads: list[Arrival]) -> bool:
         if not super().run(seq, body, uploads):
             return False
         self._note(self._plan)

@@ -16,6 +16,7 @@ from dtorch.runtime.tracing import COMMUNICATION, COMPUTE, COPY, sent_bytes
 from dtorch.transport.errors import ConnectionLostError
 
 if TYPE_CHECKING:
+    from dtorch.runtime.arrivals import Arrival
     from dtorch.runtime.binding import Bound
     from dtorch.runtime.executor import Executor
     from dtorch.transport.groups import UnderWay
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Lockstep = Generator[Wire, Received, None]
 
 
-def run(executor: Executor, joint: Joint, uploads: Sequence[torch.Tensor]) -> None:
+def run(executor: Executor, joint: Joint, uploads: Sequence[Arrival]) -> None:
     """Run one joint call to its end. A failure is reported and poisons its outputs."""
     bound: Bound = joint.bound
     try:
@@ -209,12 +210,12 @@ def _put_all(executor: Executor, index: int, step: Step, value: Any, stores: lis
         s[slot] = value
 
 
-def _feed(executor: Executor, step: Step, bound: Bound, uploads: Sequence[torch.Tensor]) -> None:
+def _feed(executor: Executor, step: Step, bound: Bound, uploads: Sequence[Arrival]) -> None:
     tracer, numbers = executor.tracer, step.numbers
     if bound.kernel.name == "read":  # with what devices have read: those with the same piece read it once
         data: Any = {}
     else:
-        data, numbers = uploads[numbers[0]], ()
+        data = uploads
     for index, fn in bound.functions.items():
         began = 0 if tracer is None else tracer.mark(index)
         made = executor.stores[index][step.outs[0]] = fn(data, *numbers)

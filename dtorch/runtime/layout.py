@@ -106,6 +106,16 @@ def local_shape(
     return tuple(stop - start for start, stop in box(shape, codes, mesh_shape, coord))
 
 
+@lru_cache(maxsize=16384)
+def pieces(
+    shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+    """The distinct boxes that devices hold, and for each device, row-major, which of them is its own."""
+    numbers: dict[Box, int] = {}
+    of = tuple(numbers.setdefault(box(shape, codes, mesh_shape, coord), len(numbers)) for coord in coords(mesh_shape))
+    return tuple(numbers), of
+
+
 @lru_cache(maxsize=256)
 def _coords(mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(product(*map(range, mesh_shape)))

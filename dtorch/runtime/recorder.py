@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from types import CodeType
@@ -312,23 +312,22 @@ class Recorder:
     def upload(
         self,
         signature: int,
-        blob: Blob | SharedBlob | StreamBlob,
+        blobs: Sequence[Blob | SharedBlob | StreamBlob],
         source: tuple[CodeType | None, int],
-        keep: object = None,
+        keep: Sequence[object] = (),
     ) -> int:
-        """Put a call of kernel "upload" together with its bytes; the answer is the slot.
+        """Put a call of kernel "upload" together with its bytes, a blob a piece; the answer is the slot.
 
-        ``keep`` holds the memory of ``blob``.
+        ``keep`` holds the memory of ``blobs``.
 
-        The call carries the place of its bytes in the batch, so that a batch that uploads looks the same every time.
+        The call carries the place of its first blob in the batch, so that a batch that uploads looks the same every time.
         """
         slot = self.slot()
         with self._lock:
             call = (signature, slot, len(self._uploads))
-            self._uploads.append(blob)
-            self._upload_bytes += blob_bytes(blob)
-            if keep is not None:
-                self._keep.append(keep)
+            self._uploads += blobs
+            self._upload_bytes += sum(map(blob_bytes, blobs))
+            self._keep += keep
             if self._capture is None:
                 self.put((call, *source))
             else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dtorch.runtime import joint, snapshots
+from dtorch.runtime.arrivals import Arrival
 from dtorch.runtime.binding import Bound
 from dtorch.runtime.executor import Executor, Position
 from dtorch.runtime.plan import Joint, Replay, Run, Step, instruction, steps_of
@@ -185,7 +186,7 @@ class Rework:
 
     # ---- running again
 
-    def redo(self, message: Redo, uploads: list[torch.Tensor]) -> tuple[Value, ...]:
+    def redo(self, message: Redo, uploads: list[Arrival]) -> tuple[Value, ...]:
         """Run calls of one batch again; the answer is what was read after them."""
         executor = self._executor
         if self._broken or message.epoch != executor.binder.epoch:

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import assert_never
 
 from dtorch.runtime import snapshots
+from dtorch.runtime.arrivals import Arrival, InMessage, InSegment, InStream
 from dtorch.runtime.comm import Place
 from dtorch.runtime.executor import Executor
 from dtorch.runtime.layout import box, coords, slices
@@ -18,7 +19,7 @@ from dtorch.runtime.rework import Rework
 from dtorch.runtime.template import dtype_name
 from dtorch.runtime.tracing import COPY, Tracer
 from dtorch.transport.bulk import open_blob
-from dtorch.transport.errors import ProtocolError
+from dtorch.transport.errors import DTorchError, ProtocolError
 from dtorch.transport.messages import (
     Allow,
     AskHeld,
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 class Streams(Protocol):
     """Bytes that come and go in parts, between hosts without shared memory."""
 
-    def take(self, stream: int, size_bytes: int) -> torch.Tensor:
-        """The bytes of an upload, which have come before. Raises ProtocolError when they have not."""
+    def take(self, stream: int, size_bytes: int) -> torch.Tensor | DTorchError:
+        """The bytes of an upload, or the error of a call that uses them."""
         ...
 
     def give(self, stream: int, offset: int, data: torch.Tensor) -> None:
@@ -197,7 +198,7 @@ class Worker:
             case Regroup():
                 rework.regroup(message)
             case Redo():
-                uploads = [self._bytes_of(blob) for blob in message.uploads]
+                uploads = [self._arrival(blob) for blob in message.uploads]
                 values = rework.redo(message, uploads)
                 answer = Done(message.session, -1, 0, values) if values else None
             case Resume():
@@ -210,7 +211,7 @@ class Worker:
         if executor.halted:
             return
         started = executor.clock_ns()
-        uploads = [self._bytes_of(blob) for blob in batch.uploads]
+        uploads = [self._arrival(blob) for blob in batch.uploads]
         if batch.refused:
             executor.refuse(batch.seq, batch.body, batch.refused)
         elif not executor.run(batch.seq, batch.body, uploads):
@@ -239,7 +240,7 @@ class Worker:
     def _pieces(self, executor: Executor, fetch: Fetch, held: list[tuple[int, torch.Tensor]]) -> list[Piece]:
         mesh = executor.meshes[fetch.mesh]
         stream = fetch.into if isinstance(fetch.into, StreamBlob) else None
-        into = open_blob(fetch.into) if isinstance(fetch.into, SharedBlob) else None
+        into = open_blob(fetch.into, fill=True) if isinstance(fetch.into, SharedBlob) else None
         pieces = []
         for device, value in held:
             if device not in fetch.devices:
@@ -269,22 +270,17 @@ class Worker:
             pieces.append(Piece(device, tuple(tensor.shape), dtype_name(tensor.dtype), data))
         return pieces
 
-
-    def _bytes_of(self, blob: Blob | SharedBlob | StreamBlob) -> torch.Tensor:
+    def _arrival(self, blob: Blob | SharedBlob | StreamBlob) -> Arrival:
         if isinstance(blob, SharedBlob):
-            return open_blob(blob)
+            return InSegment(blob)
         if isinstance(blob, StreamBlob):
-            return self._streaming().take(blob.stream, blob.size_bytes)
-        return _vector(blob.data)
+            return InStream(self._streaming().take(blob.stream, blob.size_bytes))
+        return InMessage(blob.data)
 
     def _streaming(self) -> Streams:
         if self._streams is None:
             raise ProtocolError("streams are for workers of a head; this one has shared memory with its client")
         return self._streams
-
-
-def _vector(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -57,8 +57,9 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     stream: int
     offset: int  # in the stream, bytes
     data: memoryview
-    mesh: int = 0  # of an upload: the mesh whose workers need it
+    mesh: int = 0  # of an upload: the mesh
     total: int = 0  # of an upload: bytes of the whole stream
+    devices: tuple[int, ...] = ()  # of an upload: those of the mesh whose workers need it; empty: all
 
 
 # ---- client -> head

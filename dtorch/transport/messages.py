@@ -79,6 +79,7 @@ class SharedBlob(msgspec.Struct, frozen=True, tag="shm"):
     fd: int
     offset: int
     size_bytes: int
+    given: bool = False  # nobody else reads them: the receiver may keep them, and write
 
 
 class Blob(msgspec.Struct, frozen=True, tag="raw"):
@@ -128,7 +129,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch", omit_defaults=True):
     seq: int
     meshes: tuple[int, ...]  # meshes that the calls touch; empty: all workers
     body: bytes  # msgpack of [calls, [[mesh, freed slots], ...]]; a worker keys its compiled plan by these bytes
-    uploads: tuple[Blob | SharedBlob | StreamBlob, ...] = ()  # consumed in order by the calls of kernel "upload"
+    uploads: tuple[Blob | SharedBlob | StreamBlob, ...] = ()  # what calls of kernel "upload" take, a blob a piece
     fetches: tuple[Fetch, ...] = ()
     refused: str = ""  # why no call of it may run: all of them fail with a QuotaError of this text
 

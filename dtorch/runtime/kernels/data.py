@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dtorch.runtime.arrivals import Arrival
 from dtorch.runtime.kernels import Site, kernel
 from dtorch.runtime.kernels.redistribute import neutral
-from dtorch.runtime.layout import coords, is_partial, local_shape, partial_op, slices
+from dtorch.runtime.layout import is_partial, partial_op, pieces, rank_of, slices
 
 
 @kernel("upload")
 def upload(site: Site) -> Callable[..., Any]:
-    """Cuts this device's piece out of the full tensor's bytes."""
+    """Takes this device's piece out of an upload: its distinct pieces are as many blobs of the batch."""
     layout = site.definition.outputs[0]
-    dtype = site.dtype(layout)
-    whole = tuple((0, n) for n in layout.shape)
-    part = site.box(layout)
+    found = pieces(tuple(layout.shape), tuple(layout.codes), tuple(site.mesh.shape))[1][_rank(site)]
     filled = _contributes(site, layout.codes)
-
-    def run(data: torch.Tensor) -> torch.Tensor:
-        full = data.view(dtype).reshape(layout.shape) if data.numel() else torch.empty(layout.shape, dtype=dtype)
-        piece = full if part == whole else full[slices(part, whole)]
-        if filled is not None:
-            return neutral(torch.empty(piece.shape, dtype=dtype, device=site.device), filled)
-        made = torch.empty(piece.shape, dtype=dtype, device=site.device)
-        return made.copy_(piece)
-
-    return run
+    if filled is not None:
+        shape, dtype = site.local_shape(layout), site.dtype(layout)
+        return lambda *_: neutral(torch.empty(shape, dtype=dtype, device=site.device), filled)
+    return _taking(site, found)
 
 
 @kernel("upload_shards")
 def upload_shards(site: Site) -> Callable[..., Any]:
-    """Takes this device's piece out of the pieces of all devices, which lie one behind the other."""
-    layout = site.definition.outputs[0]
-    dtype = site.dtype(layout)
-    mesh_shape = tuple(site.mesh.shape)
-    sizes = [local_shape(tuple(layout.shape), tuple(layout.codes), mesh_shape, c) for c in coords(mesh_shape)]
-    assert site.coord is not None
-    me = coords(mesh_shape).index(site.coord)
-    start = sum(math.prod(s) for s in sizes[:me])
-    shape = sizes[me]
-    stop = start + math.prod(shape)
+    """Takes this device's piece of an upload in which every device has one of its own."""
+    return _taking(site, _rank(site))
 
-    def run(data: torch.Tensor) -> torch.Tensor:
-        if start == stop:
-            return torch.empty(shape, dtype=dtype, device=site.device)
-        made = torch.empty(shape, dtype=dtype, device=site.device)
-        return made.copy_(data.view(dtype)[start:stop].reshape(shape))
+
+def _rank(site: Site) -> int:
+    assert site.coord is not None
+    return rank_of(site.coord, site.mesh.shape)
+
+
+def _taking(site: Site, number: int) -> Callable[..., Any]:
+    layout = site.definition.outputs[0]
+    shape, dtype, device = site.local_shape(layout), site.dtype(layout), site.device
+
+    def run(uploads: Sequence[Arrival], first: int) -> torch.Tensor:
+        arrival = uploads[first + number]
+        if device.type == "cpu":
+            return arrival.own().view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device).copy_(arrival.read().view(dtype).view(shape))
 
     return run
 
