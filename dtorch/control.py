@@ -9,6 +9,7 @@ from dtorch.blocking import check_loop
 from dtorch.mesh import DeviceMesh
 from dtorch.runtime.promise import Promise
 from dtorch.session import Session, current_session
+from dtorch.transport.messages import DeviceMemory
 from dtorch.transport.messages import Statistics as WorkerStatistics
 
 
@@ -88,11 +89,8 @@ def _memory(device_mesh: DeviceMesh | None, answers: tuple[WorkerStatistics, ...
     places = sorted(found)
     if device_mesh is not None:
         places = [(device_mesh.device_type, device) for device in device_mesh.devices]
-    return [
-        MemoryStats(f"{kind}:{number}", m.allocated, m.peak, m.reserved)
-        for kind, number in places
-        if (m := found.get((kind, number))) is not None
-    ]
+    entries = [found.get(place) or DeviceMemory(*place, 0, 0, 0) for place in places]  # one that no worker has met is empty
+    return [MemoryStats(f"{m.kind}:{m.device}", m.allocated, m.peak, m.reserved) for m in entries]
 
 
 @dataclass(frozen=True)

@@ -72,3 +72,6 @@ async def test_counters_and_memory_can_be_awaited() -> None:
     assert (await dtorch.statistics_async()).ops > 0
     assert [stats.device for stats in await dtorch.memory_stats_async(MESH)] == ["cpu:0", "cpu:1"]
     assert all(stats.allocated >= held.nbytes for stats in await dtorch.memory_stats_async(MESH))
+    empty = dtorch.DeviceMesh("cpu", [1, 9])  # no tensor was ever on the second
+    found = [(stats.device, stats.allocated > 0) for stats in await dtorch.memory_stats_async(empty)]
+    assert found == [("cpu:1", True), ("cpu:9", False)]
