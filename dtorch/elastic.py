@@ -17,6 +17,7 @@ from dtorch.runtime.shell import ControllerThread
 from dtorch.transport.errors import ConnectionLostError, DTorchError, MeshError, WorkerLostError
 
 if TYPE_CHECKING:
+    from dtorch.cluster.remote import RemoteController
     from dtorch.session import Session
 
 logger = logging.getLogger("dtorch")
@@ -124,20 +125,25 @@ class Elastic:
 
         Args:
             source: "cpu:1", a ``torch.device``, a mesh, or a list of them.
-            target: a device such as "cpu:3" or "cuda:0"; None: a new worker of their own.
+            target: a device such as "cpu:3" or "cuda:0"; None: a new worker of their own, on a head devices of other workers.
 
         Raises:
-            MeshError: there is no such device.
+            MeshError: there is no such device, or the head has none to move to.
             RuntimeError: the session does not recover.
         """
         places = _places(source)
         onto = None if target is None else _places(target)
         if onto is not None and len(onto) != 1:
             raise MeshError(f"migrate: the target is one device, such as 'cpu:3', not {target!r}")
-        thread = self._thread()
-        self._session.recorder.flush()
+        session = self._session
+        session.check_open()
+        thread = session.thread
+        session.recorder.flush()
+        if not isinstance(thread, ControllerThread):
+            return self._ask_head(thread, places, None if onto is None else onto[0])
+        thread = self._recovering()
         if any(thread.worker_of(*place) is None for place in places):
-            self._session.ask_statistics().result()  # behind it, all that was recorded is known
+            session.ask_statistics().result()  # behind it, all that was recorded is known
         for kind, number in places:
             if thread.worker_of(kind, number) is None:
                 raise MeshError(f"migrate: nothing lives on {kind}:{number} yet; devices come up with the first mesh of them")
@@ -150,18 +156,18 @@ class Elastic:
             ValueError: there is no such worker.
             RuntimeError: the session does not recover.
         """
-        alive = self._thread().workers
+        alive = self._recovering().workers
         if worker not in alive:
             known = ", ".join(map(str, alive)) or "none"
             raise ValueError(f"drain: there is no worker {worker!r}; running: {known}")
         return self._ask((), None, worker)
 
-    def _thread(self) -> ControllerThread:
+    def _recovering(self) -> ControllerThread:
         session = self._session
         session.check_open()
         thread = session.thread
         if not isinstance(thread, ControllerThread):
-            raise RuntimeError("the workers of this session belong to a head, which decides who is where: see `dtorch drain`")
+            raise RuntimeError("the workers of this session belong to a head: its admin empties one by `dtorch drain WORKER`")
         if session.options.lineage is None:
             raise RuntimeError(
                 "devices move only in a session that recovers: dtorch.init(workers='per-device') or dtorch.init(recover=True)"
@@ -169,16 +175,32 @@ class Elastic:
         return thread
 
     def _ask(self, places: tuple[tuple[str, int], ...], target: tuple[str, int] | None, leaving: int | None) -> Promise[Move]:
-        session = self._session
-        session.recorder.flush()
-        promise: Promise[Move] = Promise()
-        with self._lock:
-            ticket = next(self._tickets)
-            self._waiting[ticket] = promise
+        thread = self._recovering()
+        self._session.recorder.flush()
+        ticket = next(self._tickets)
+        promise = self._expect(ticket)
         try:
-            self._thread().post(Migrating(ticket, places, target, leaving))
+            thread.post(Migrating(ticket, places, target, leaving))
         except ConnectionLostError as error:
             promise.set_exception(error)
+        return promise
+
+    def _ask_head(
+        self, thread: RemoteController, places: tuple[tuple[str, int], ...], target: tuple[str, int] | None
+    ) -> Promise[Move]:
+        ticket = thread.ticket()
+        promise = self._expect(ticket)
+        try:
+            thread.migrate(ticket, places, target)
+        except DTorchError:
+            self._waiting.pop(ticket, None)
+            raise
+        return promise
+
+    def _expect(self, ticket: int) -> Promise[Move]:
+        promise: Promise[Move] = Promise()
+        with self._lock:
+            self._waiting[ticket] = promise
         return promise
 
 

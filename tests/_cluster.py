@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -31,6 +34,7 @@ class Cluster:
         self.head.audit.note = self._note  # type: ignore[method-assign]
         self.news = asyncio.Event()
         self.workers: list[PoolWorker] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="dtorch-test-head")
@@ -49,6 +53,9 @@ class Cluster:
         self.run(self.head.start())
 
     def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
         self.run(self._stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -103,6 +110,21 @@ class Cluster:
         self.workers.append(made)
         self.until(lambda: len(self.head.workers) > before)
         return made
+
+    def process(self, devices: str = "cpu:1", *words: str) -> subprocess.Popen[bytes]:
+        """Start a worker in a process of its own and wait until it has joined. Killed at the end."""
+        before = len(self.head.workers)
+        command = [sys.executable, "-m", "dtorch", "worker", "--head", self.head.url, "--devices", devices, *words]
+        made = subprocess.Popen(command, env={**os.environ, "DTORCH_API_KEY": self.worker_key}, stdout=subprocess.DEVNULL)
+        self._processes.append(made)
+        self.until(lambda: len(self.head.workers) > before)
+        return made
+
+    def process_of(self, session: Session, device: int) -> subprocess.Popen[bytes]:
+        """The process that hosts a CPU device of a session."""
+        worker, _ = self.do(lambda: self.head.pool.where(session.number, "cpu", device))
+        pid = self.head.workers[worker].pid
+        return next(process for process in self._processes if process.pid == pid)
 
     def session(self, key: str, name: str = "") -> Session:
         """A client's session, apart from the default one; close it at the end."""

@@ -279,18 +279,20 @@ def test_a_worker_comes_back_after_a_break(tmp_path: Path) -> None:
             session.close()
 
 
-def test_a_lost_worker_is_told(tmp_path: Path) -> None:
-    with cluster(tmp_path, "cpu:1", "cpu:1") as home:
+def test_a_loss_that_nobody_makes_good_is_told(tmp_path: Path) -> None:
+    with cluster(tmp_path, "cpu:1", "cpu:1", replace_s=0.1) as home:
         session = home.session(home.key("ann"))
         with using(session):
             x = put(torch.ones(4), 2)
             assert x.sum().item() == 4.0
             home.do(home.workers[0].stop)
             home.until(lambda: len(home.head.workers) == 1)
-            with pytest.raises(dtorch.WorkerLostError, match="it left the pool"):
+            assert (x + 1).sum().item() == 8.0  # by the one that remains
+            home.do(home.workers[1].stop)
+            home.until(lambda: not home.head.sessions)
+            with pytest.raises(dtorch.WorkerLostError, match="it left the pool; no worker with cpu devices has joined within"):
                 (x + 1).to_torch()
         session.close()
-        assert home.do(lambda: len(home.head.workers)) == 1
 
 
 # ---- sharing

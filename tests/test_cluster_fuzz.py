@@ -25,6 +25,7 @@ from dtorch.cluster.quotas import Account, Limits
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.ops import table
 from dtorch.runtime.fair import FairExecutor
+from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.turns import Turns
 from dtorch.session import using
 from dtorch.transport import cluster as said
@@ -140,10 +141,15 @@ class Home:
         end = WorkerEnd(self.pool.enlist([("cpu", 0), ("cpu", 1)]), DurableLink(near, 1.0), "")
         self.workers = {end.number: end}
         self.meter = Meter()
+        self.lineage = Bounds()
+        self.replace_s = 1.0
         self.over: list[int] = []
 
     def ended(self, tenancy: Tenancy) -> None:
         self.over.append(tenancy.number)
+
+    def left(self, number: int) -> None:
+        pass
 
     def session(self, number: int) -> tuple[Tenancy, Any]:
         near, far = memory_pair()

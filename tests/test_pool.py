@@ -15,8 +15,12 @@ from dtorch.cluster.keys import KeyFile
 from dtorch.cluster.pool import Pool
 from dtorch.cluster.quotas import Account, Limits
 from dtorch.cluster.refusals import MAX_ADDRESSES, Refusals
-from dtorch.cluster.tenancy import num_calls
+from dtorch.cluster.submitted import num_calls
+from dtorch.cluster.uploads import Uploads
+from dtorch.runtime.lineage import Stream
+from dtorch.transport.cluster import Part
 from dtorch.transport.errors import AuthError, MeshError, ProtocolError, QuotaError
+from dtorch.transport.messages import Blob, StreamBlob
 
 
 def cpus(num: int) -> list[tuple[str, int]]:
@@ -31,11 +35,12 @@ def test_a_session_stays_within_a_worker_while_it_can() -> None:
     for _ in range(2):
         pool.enlist(cpus(2))
     pool.reserve(1, "cpu", (0, 1))
-    assert [pool.where(1, "cpu", d) for d in (0, 1)] == [(1, 0), (1, 1)]
+    assert [pool.where(1, "cpu", d) for d in (0, 1)] == [(1, ("cpu", 0)), (1, ("cpu", 1))]
     pool.reserve(2, "cpu", (0, 1))  # the other worker has nobody
-    assert [pool.where(2, "cpu", d) for d in (0, 1)] == [(2, 0), (2, 1)]
+    assert [pool.where(2, "cpu", d) for d in (0, 1)] == [(2, ("cpu", 0)), (2, ("cpu", 1))]
     pool.reserve(1, "cpu", (1, 2, 3))
-    assert [pool.where(1, "cpu", d) for d in (0, 1, 2, 3)] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    spots = [(worker, ("cpu", number)) for worker in (1, 2) for number in (0, 1)]
+    assert [pool.where(1, "cpu", d) for d in (0, 1, 2, 3)] == spots
 
 
 def test_devices_are_had_all_or_none() -> None:
@@ -69,7 +74,7 @@ def test_workers_come_and_go() -> None:
     pool.release(7)
     assert second.sessions == set()
     pool.reserve(8, "cpu", (0,))
-    assert pool.where(8, "cpu", 0) == (3, 0)
+    assert pool.where(8, "cpu", 0) == (3, ("cpu", 0))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "reserve", "release"]), st.integers(0, 5)), max_size=60))
@@ -122,6 +127,77 @@ def test_each_device_gets_the_place_that_is_best_when_its_turn_comes(
         assert pool.devices_of(session) == had | expected
 
 
+def test_what_a_lost_worker_had_goes_to_a_spare_and_else_beside_the_others() -> None:
+    pool = Pool()
+    for _ in range(3):
+        pool.enlist(cpus(1))
+    pool.reserve(1, "cpu", (0, 1))
+    assert [pool.where(1, "cpu", d)[0] for d in (0, 1)] == [1, 2]
+    assert pool.remove(2) == {1}
+    assert pool.is_homeless(1)
+    assert pool.rehome(1)
+    assert pool.where(1, "cpu", 1)[0] == 3
+    pool.remove(3)
+    assert pool.rehome(1)
+    assert [pool.where(1, "cpu", d) for d in (0, 1)] == [(1, ("cpu", 0))] * 2
+    pool.remove(1)
+    assert not pool.rehome(1)
+    assert pool.kinds_wanted(1) == ("cpu",)
+    pool.enlist([("cuda", 0)])
+    assert not pool.rehome(1)
+    assert pool.enlist(cpus(1)).sessions == set()
+    assert pool.rehome(1)
+    assert not pool.is_homeless(1)
+    assert pool.members[5].sessions == {1}
+    pool.release(1)
+    assert pool.members[5].sessions == set()
+
+
+def test_a_session_that_lost_touch_with_a_worker_gets_nothing_there_any_more() -> None:
+    pool = Pool()
+    for _ in range(2):
+        pool.enlist(cpus(2))
+    pool.reserve(1, "cpu", (0, 1))
+    pool.reserve(2, "cpu", (0, 1))
+    pool.shun(1, 1)
+    assert pool.members[1].sessions == set()
+    assert pool.rehome(1)
+    assert [pool.where(1, "cpu", d) for d in (0, 1)] == [(2, ("cpu", 0)), (2, ("cpu", 1))]
+    with pytest.raises(MeshError):
+        pool.reserve(1, "cpu", (2,))
+    pool.reserve(3, "cpu", (0,))
+    assert pool.where(3, "cpu", 0)[0] == 1
+
+
+def test_devices_move_and_leave_workers_that_drain() -> None:
+    pool = Pool()
+    for _ in range(3):
+        pool.enlist(cpus(1))
+    pool.reserve(1, "cpu", (0, 1))
+    before = pool.devices_of(1)
+    pool.move(1, ("cpu", 1))
+    assert pool.where(1, "cpu", 1)[0] == 3
+    pool.put_back(1, before)
+    assert pool.devices_of(1) == before
+    assert pool.members[3].sessions == set()
+    pool.move(1, ("cpu", 1), ("cpu", 0))
+    assert pool.where(1, "cpu", 1) == pool.where(1, "cpu", 0)
+    pool.move(1, ("cpu", 1))
+    assert pool.members[1].sessions == {1}  # its other device is there still
+    with pytest.raises(MeshError, match="nothing lives on cpu:7"):
+        pool.move(1, ("cpu", 7))
+    pool.members[2].draining = True
+    assert pool.vacate(1, 2)
+    assert pool.members[2].sessions == set()
+    pool.members[3].draining = True
+    pool.members[1].draining = True
+    held = pool.devices_of(1)
+    assert not pool.vacate(1, 1)
+    assert pool.devices_of(1) == held
+    with pytest.raises(MeshError, match="no other cpu device"):
+        pool.move(1, ("cpu", 0))
+
+
 # ---- quotas
 
 
@@ -171,6 +247,25 @@ def test_calls_are_counted_from_the_first_bytes(num: int) -> None:
 def test_a_body_that_is_none_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         num_calls(body)
+
+
+# ---- uploads under way
+
+
+def test_uploads_are_kept_as_far_as_the_bound_goes() -> None:
+    def part(stream: int, offset: int) -> Part:
+        return Part(1, stream, offset, memoryview(b"1234"), 7, 8, (0,))
+
+    uploads = Uploads()
+    for stream, offset in ((1, 0), (2, 0), (1, 4), (2, 4)):
+        uploads.add(part(stream, offset), b"%d at %d" % (stream, offset), 12)
+    assert list(uploads.kept()) == [(7, (0,), b"1 at 0"), (7, (0,), b"1 at 4")]
+    blobs = (StreamBlob(2, 8), Blob(b"inline"), StreamBlob(1, 8))
+    assert uploads.take(blobs) == (Stream(1, 7, (0,), (b"1 at 0", b"1 at 4")),)
+    assert uploads.take(blobs) == ()
+    assert uploads.size_bytes == 0
+    uploads.add(part(3, 4), b"its beginning went to somebody else", 100)
+    assert list(uploads.kept()) == []
 
 
 # ---- refusals and keys

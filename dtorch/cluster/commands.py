@@ -78,6 +78,14 @@ def _add_head(commands: Any) -> None:
     head.add_argument(
         "--frozen", type=float, default=10.0, metavar="S", help="a worker that answers nothing for S seconds is lost (10)"
     )
+    head.add_argument(
+        "--replace", type=float, default=30.0, metavar="S",
+        help="a session that has lost the last worker that could serve it waits S seconds for another one to join (30)",
+    )
+    head.add_argument(
+        "--remember", type=float, default=64.0, metavar="MIB",
+        help="of the data that a session's client sent, kept to get over the loss of a worker (64)",
+    )
 
 
 def _head(chosen: argparse.Namespace) -> int:
@@ -91,6 +99,7 @@ def _head(chosen: argparse.Namespace) -> int:
     options = Options(
         host.strip("[]"), int(port), chosen.tls_cert, chosen.tls_key, chosen.keys, chosen.audit, chosen.grace,
         chosen.worker_grace, chosen.frozen, chosen.usage, chosen.open_metrics,
+        int(chosen.remember * (1 << 20)), chosen.replace,
     )
 
     async def serve() -> None:
@@ -284,8 +293,11 @@ def _drain(chosen: argparse.Namespace) -> int:
     facts = _ask(chosen, "POST", f"/v1/drain/{chosen.worker}")
     if chosen.json:
         return _print_json(facts)
-    waits = ", ".join(map(str, facts["waits_for_sessions"]))
-    print(f"{facts['worker']} leaves " + (f"once these sessions have ended: {waits}" if waits else "now"))
+    waits, moves = (", ".join(map(str, facts[f"{what}_sessions"])) for what in ("waits_for", "moves"))
+    if waits:
+        print(f"{facts['worker']} leaves once these sessions have ended: {waits}; there is nowhere else for them")
+    else:
+        print(f"{facts['worker']} leaves " + (f"once these sessions have moved: {moves}" if moves else "now"))
     return 0
 
 

@@ -30,11 +30,12 @@ from dtorch.cluster.audit import Audit
 from dtorch.cluster.keys import Key, KeyFile
 from dtorch.cluster.member import ForSession, WorkerEnd
 from dtorch.cluster.meter import Meter
-from dtorch.cluster.pool import Pool
+from dtorch.cluster.pool import Member, Pool
 from dtorch.cluster.quotas import Account
 from dtorch.cluster.refusals import Refusals
 from dtorch.cluster.sight import KEY, Sight, role_for
 from dtorch.cluster.tenancy import Tenancy
+from dtorch.runtime.lineage import Bounds
 from dtorch.transport import codec
 from dtorch.transport.cluster import (
     Attach,
@@ -62,6 +63,10 @@ CLIENT_PATH = "/v1/client"
 WORKER_PATH = "/v1/worker"
 CLIENT_FRAME_BYTES = 16 * 1024 * 1024
 """A client's frame above this is not even read."""
+MAX_CALLS = 64 * 1024
+"""Calls of a session that are remembered, to get over the loss of a worker."""
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+"""Of the batches that they come in; equal ones count once."""
 HANDSHAKE_S = 10.0
 TICK_S = 0.5
 STALL_S = 30.0
@@ -85,6 +90,8 @@ class Options:
             interpreter's lock, on a machine that is overloaded, may keep it from answering for seconds.
         usage: where to keep what was used, see ``meter.py``; None for nowhere.
         open_metrics: whether /metrics needs no key.
+        remember_bytes: of the data that a session's client sent, kept to get over the loss of a worker.
+        replace_s: how long a session that has lost a worker waits for another one to join, when none is left that could do.
     """
 
     host: str = "127.0.0.1"
@@ -98,6 +105,8 @@ class Options:
     frozen_s: float = 10.0
     usage: Path | None = None
     open_metrics: bool = False
+    remember_bytes: int = 64 << 20
+    replace_s: float = 30.0
 
 
 class Head:
@@ -112,6 +121,8 @@ class Head:
         self.keys = KeyFile(options.keys)
         self.audit = Audit(options.audit)
         self.meter = Meter(options.usage)
+        self.lineage = Bounds(MAX_CALLS, MAX_BATCH_BYTES, options.remember_bytes)
+        self.replace_s = options.replace_s
         self.url = ""
         self._last_session = 0
         self._refusals = Refusals()
@@ -346,6 +357,12 @@ class Head:
         for end in list(self.workers.values()):
             self._stop_drained(end)
 
+    def left(self, number: int) -> None:
+        """A session has left a worker."""
+        end = self.workers.get(number)
+        if end is not None:
+            self._stop_drained(end)
+
     # ---- workers
 
     async def _worker(self, request: web.Request) -> web.StreamResponse:
@@ -388,6 +405,11 @@ class Head:
         self.meter.joined(member.number)
         self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
         self._tell_devices()
+        for tenancy in list(self.sessions.values()):
+            tenancy.find_places()
+        for other in self.pool.members.values():
+            if other.draining:
+                self._vacate(other)
         return end
 
     async def _serve_worker(self, end: WorkerEnd) -> None:
@@ -418,8 +440,16 @@ class Head:
         for tenancy in self.sessions.values():
             tenancy.send(Devices(self.pool.counts(tenancy.number)))
 
+    def _vacate(self, member: Member) -> None:
+        """Let all sessions go elsewhere, as far as there is anywhere else."""
+        for number in sorted(member.sessions):
+            self.sessions[number].vacate(member.number)
+
     def _stop_drained(self, end: WorkerEnd) -> None:
-        if end.member.draining and not end.member.sessions and not end.reason:
+        number, member = end.number, end.member
+        if not member.draining or member.sessions or end.reason:
+            return
+        if not any(tenancy.is_on(number) for tenancy in self.sessions.values()):
             _stop(end, "it was drained")
 
     # ---- for people
@@ -470,10 +500,12 @@ class Head:
             return web.Response(status=404, text=f"no such worker; there are: {names}")
         member.draining = True
         self.audit.note("drain", worker=member.name, key=request[KEY].id)
+        self._vacate(member)
         self._tell_devices()
         waits_for = sorted(member.sessions)
+        moves = [each.number for each in self.sessions.values() if each.is_on(member.number) and each.number not in waits_for]
         self._stop_drained(self.workers[member.number])
-        return _json({"worker": member.name, "waits_for_sessions": waits_for})
+        return _json({"worker": member.name, "waits_for_sessions": waits_for, "moves_sessions": moves})
 
 
 async def _hang_up(request: web.Request, link: WebSocketLink) -> None:

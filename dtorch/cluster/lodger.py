@@ -29,6 +29,7 @@ from dtorch.transport.messages import (
     Forget,
     FromWorker,
     RandomState,
+    Resume,
     Seed,
     StartTrace,
     ToWorker,
@@ -44,7 +45,8 @@ BILLED = (
 )  # fmt: skip
 """What a client's own program makes a worker do. Everything else is done because a worker was lost, or moves."""
 
-MakeGroup = Callable[[int, tuple[int, ...], str], "Group"]  # session, members, kind
+MakeGroup = Callable[[int, tuple[int, ...], str, int, Callable[[], bool]], "Group"]
+"""Of session, members, kind, epoch, and what tells that the session is to wait for nobody any more."""
 
 
 class Look:
@@ -82,9 +84,11 @@ class Lodger:
         self._ended = ended
         self._counted_ns = 0
         self._is_billed = True
+        self._dropped = False
         self._turns = turns
         self._send = send
         self._groups: list[Group] = []
+        self._epoch = 0  # of these
         self._inbox: SimpleQueue[ToWorker | Look | None] = SimpleQueue()
         self._executor: FairExecutor | None = None
         self._make = make_group
@@ -111,8 +115,14 @@ class Lodger:
         if self._executor is not None and self._executor.is_stale:
             self._inbox.put(Look())
 
+    def halt(self, epoch: int) -> None:
+        """Another worker of the session is gone: stop at the next call, and wait for no other worker."""
+        if self._executor is not None:
+            self._worker.halt(self.session, epoch)
+
     def drop(self) -> None:
         """End the session here, whatever it is doing. Returns at once."""
+        self._dropped = True
         self._turns.drop(self.session)
         self.streams.close()
         self._inbox.put(None)
@@ -174,6 +184,8 @@ class Lodger:
                 continue
             self._is_billed = isinstance(message, BILLED)
             self._worker.handle(message)
+            if isinstance(message, Resume) and self._executor is not None:
+                self._executor.ledger.look()  # what the calls that ran again made was added to what there was
             self._bill()
 
     def _bill(self) -> None:
@@ -183,10 +195,16 @@ class Lodger:
         self._counted_ns = now
 
     def _group(self, members: tuple[int, ...], kind: str, epoch: int = 0) -> Group:
+        if epoch != self._epoch:  # those of before are closed
+            self._groups.clear()
+            self._epoch = epoch
         with self._turns.released(self.session):
-            group = self._make(self.session, members, kind)
+            group = self._make(self.session, members, kind, epoch, self._is_halting)
         self._groups.append(group)
         return _PatientGroup(group, self._turns, self.session)
+
+    def _is_halting(self) -> bool:
+        return self._dropped or self._worker.is_halting(self.session)
 
 
 class _PatientGroup:

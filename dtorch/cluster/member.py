@@ -10,9 +10,9 @@ from dtorch.transport import codec
 from dtorch.transport.cluster import Load, Open, Part, Retire, ToPoolWorker
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError
-from dtorch.transport.messages import Done, Failure, RandomState, Statistics, Trace
+from dtorch.transport.messages import Done, Failure, Held, RandomState, Resumed, Snapshots, Statistics, Trace
 
-ForSession = Done | Failure | Statistics | RandomState | Trace | Part
+ForSession = Done | Failure | Statistics | RandomState | Trace | Held | Snapshots | Resumed | Part
 """What a worker says about one session."""
 
 WINDOW_BYTES = 8 * 1024 * 1024

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from typing_extensions import assert_never
 
-from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, Settled
+from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Forfeited, Regained, Sent, Settled
 from dtorch.runtime.layout import pieces
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
@@ -235,16 +235,31 @@ class RemoteController:
             QuotaError: the key may not have so many.
             ConnectionLostError: no answer came.
         """
-        ticket = next(self._tickets)
+        self._ask(Reserve(self.session, self.ticket(), kind, devices))
+
+    def ticket(self) -> int:
+        """A number for a question to the head."""
+        return next(self._tickets)
+
+    def migrate(self, ticket: int, places: tuple[tuple[str, int], ...], target: tuple[str, int] | None) -> None:
+        """Ask for devices to move, and wait until the head agrees; the outcome, named by ``ticket`` too, comes later.
+
+        Raises:
+            MeshError: there is no such device, or nowhere to move to.
+            ConnectionLostError: no answer came.
+        """
+        self._ask(cluster.Migrate(self.session, ticket, places, target))
+
+    def _ask(self, question: Reserve | cluster.Migrate) -> None:
         promise: Promise[cluster.Reserved] = Promise()
-        self._reserving[ticket] = promise
-        self._hand_over([codec.encode(Reserve(self.session, ticket, kind, devices))])
+        self._reserving[question.ticket] = promise
+        self._hand_over([codec.encode(question)])
         try:
             answer = promise.result(RESERVE_TIMEOUT_S)
         except TimeoutError:
             raise ConnectionLostError(f"the head has not answered within {RESERVE_TIMEOUT_S:g} s") from None
         finally:
-            self._reserving.pop(ticket, None)
+            self._reserving.pop(question.ticket, None)
         if answer.error:
             raise error_of(answer.error, answer.text)
 
@@ -379,6 +394,15 @@ class RemoteController:
                     promise.set_result(message)
             case cluster.Devices(devices):
                 self.devices = devices
+            case cluster.Forfeited(worker, reason, tensors):
+                listener.elastic.on_forfeited(Forfeited(worker, reason, tensors))
+            case cluster.Regained():
+                if message.silent_s is not None:
+                    listener.elastic.on_silent(message.lost[0][0], message.silent_s)
+                listener.elastic.on_regained(
+                    Regained(message.lost, message.moved, message.recomputed_ops, message.copied_bytes, message.tickets),
+                    message.halted_s,
+                )
             case cluster.Ended(error, text, worker):
                 self._end_waiting()
                 if error == "WorkerLostError":

@@ -34,14 +34,20 @@ from dtorch.transport.link import Link, WebSocketLink
 from dtorch.transport.messages import (
     PROTOCOL_VERSION,
     Allow,
+    AskHeld,
     AskRandomState,
+    AskSnapshots,
     AskStatistics,
     AskTrace,
     Batch,
     Define,
     Forget,
     FromWorker,
+    Halt,
     RandomState,
+    Redo,
+    Regroup,
+    Resume,
     Seed,
     StartTrace,
     Stop,
@@ -225,11 +231,15 @@ class PoolWorker:
                         lodger.fault(error)
             case (
                 Batch() | Define() | Forget() | Seed() | Allow() | AskStatistics() | AskRandomState() | RandomState()
-                | StartTrace() | AskTrace()
+                | StartTrace() | AskTrace() | AskHeld() | AskSnapshots() | Regroup() | Redo() | Resume()
             ):
                 lodger = self._lodgers.get(message.session)
                 if lodger is not None:
                     lodger.put(message)
+            case Halt(session, epoch):
+                lodger = self._lodgers.get(session)
+                if lodger is not None:
+                    lodger.halt(epoch)
             case cluster.Credit(session, size_bytes):
                 if session in self._lodgers:
                     self._lodgers[session].streams.credit(size_bytes)
@@ -318,13 +328,15 @@ class PoolWorker:
             custom.allow([bare])
         return table.resolve(name)
 
-    def _make_group(self, session: int, members: tuple[int, ...], kind: str) -> Group:
+    def _make_group(
+        self, session: int, members: tuple[int, ...], kind: str, epoch: int, halting: Callable[[], bool]
+    ) -> Group:
         # torch.distributed takes a while to import, and one worker alone never needs it
         from dtorch.transport.groups import make_group
         from dtorch.transport.store import SessionStore
 
-        name = f"{session}/{kind}-{'-'.join(map(str, members))}"
-        store = SessionStore(self._address, self._offer.key, name, tls=self._offer.tls)
+        name = f"{session}/{epoch}-{kind}-{'-'.join(map(str, members))}"
+        store = SessionStore(self._address, self._offer.key, name, tls=self._offer.tls, stopped=halting)
         return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host)
 
     def _change(self, last: int | None, session: int) -> None:

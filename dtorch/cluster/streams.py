@@ -10,8 +10,10 @@ import torch
 
 from dtorch.runtime.turns import Dropped, Turns
 from dtorch.transport.cluster import PART_BYTES, Part
-from dtorch.transport.errors import ProtocolError, QuotaError
+from dtorch.transport.errors import ProtocolError, QuotaError, WorkerLostError
 
+MISSING = -2
+"""In place of the number of bytes: the first ones never came."""
 MAX_STREAMS = 4096
 """Uploads of one session that may wait to be used."""
 WINDOW_BYTES = 4 * 1024 * 1024
@@ -33,7 +35,8 @@ class SessionStreams:
         self._turns = turns
         self._send = send
         self._limit_bytes = limit_bytes
-        self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}  # stream -> bytes, how many of them are there
+        # stream -> bytes, how many of them are there; those of one whose first ones are missing are not taken in
+        self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._window = WINDOW_BYTES
         self._news = threading.Condition()
         self._closed = False
@@ -44,16 +47,26 @@ class SessionStreams:
         return sum(buffer.numel() for buffer, _ in list(self._coming.values()) if buffer is not None)
 
     def put(self, part: Part) -> None:
-        """A part of an upload; parts come in order. Raises ProtocolError."""
+        """A part of an upload; parts come in order. Raises ProtocolError.
+
+        An upload may begin again: this worker may have had some of it when another one was lost. One that does not begin at
+        its beginning began on a worker that was lost: the call that uses it fails.
+        """
         size = len(part.data)
-        if part.stream not in self._coming:
-            if part.total < 0 or part.offset != 0:
-                raise ProtocolError(f"stream {part.stream} begins at byte {part.offset}")
-            if len(self._coming) >= MAX_STREAMS:
+        known = self._coming.get(part.stream)
+        if known is None or part.offset == 0:
+            if part.total < 0:
+                raise ProtocolError(f"stream {part.stream} is of {part.total} bytes")
+            if known is None and len(self._coming) >= MAX_STREAMS:
                 raise ProtocolError(f"{MAX_STREAMS} uploads wait to be used already")
             fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
-            self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
+            if part.offset:
+                self._coming[part.stream] = (None, MISSING)
+            else:
+                self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
         buffer, done = self._coming[part.stream]
+        if done == MISSING:
+            return
         if part.offset != done or (buffer is not None and done + size > buffer.numel()):
             raise ProtocolError(f"stream {part.stream} goes on at byte {part.offset} after {done}")
         if buffer is not None and size:
@@ -66,6 +79,8 @@ class SessionStreams:
         A batch that uploads to some of its meshes goes to workers of others too, which get no bytes and use none.
         """
         buffer, done = self._coming.pop(stream, (None, -1))
+        if done == MISSING:
+            return WorkerLostError("a worker", "it had the beginning of this upload, which is not remembered; send it again")
         if done != size_bytes:
             return ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {max(done, 0)} of which have come")
         if buffer is None:

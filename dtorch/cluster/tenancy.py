@@ -12,19 +12,20 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import msgspec
 from typing_extensions import assert_never
 
 from dtorch.cluster.keys import Key
 from dtorch.cluster.member import WINDOW_BYTES, ForSession, WorkerEnd
 from dtorch.cluster.meter import Meter
-from dtorch.cluster.pool import Pool
+from dtorch.cluster.pool import Pool, Spot
 from dtorch.cluster.quotas import Account
+from dtorch.cluster.submitted import Batch, num_calls, upload_bytes
+from dtorch.cluster.uploads import Uploads
 from dtorch.runtime.controller import (
     Asked,
     AskedTrace,
@@ -42,6 +43,7 @@ from dtorch.runtime.controller import (
     Joined,
     Kill,
     Lost,
+    Migrating,
     Received,
     Regained,
     Send,
@@ -50,7 +52,9 @@ from dtorch.runtime.controller import (
     Start,
     Submitted,
     Suspect,
+    Vacated,
 )
+from dtorch.runtime.lineage import Bounds
 from dtorch.transport import cluster, codec
 from dtorch.transport.cluster import PART_BYTES, Part, Reserve, Submit
 from dtorch.transport.durable import DurableLink
@@ -59,18 +63,15 @@ from dtorch.transport.messages import (
     Allow,
     AskStatistics,
     AskTrace,
-    Blob,
     Define,
     Done,
     Failure,
-    Fetch,
     Forget,
-    MeshInfo,
+    Halt,
     Seed,
     SharedBlob,
     StartTrace,
     Statistics,
-    StreamBlob,
     Trace,
 )
 
@@ -103,25 +104,16 @@ class Cluster(Protocol):
     pool: Pool
     workers: dict[int, WorkerEnd]
     meter: Meter
+    lineage: Bounds  # of each session
+    replace_s: float  # how long a session waits for a worker in the place of a lost one, when nobody else has such devices
 
     def ended(self, tenancy: Tenancy) -> None:
         """The session is over and has let everything go."""
         ...
 
-
-class Batch(msgspec.Struct, frozen=True):
-    """A client's batch as the controller takes it: its definitions came before."""
-
-    seq: int
-    body: bytes
-    signatures: tuple[int, ...]
-    freed_meshes: tuple[int, ...]
-    uploads: tuple[Blob | SharedBlob | StreamBlob, ...]
-    fetches: tuple[Fetch, ...]
-    refused: str = ""
-    meshes: tuple[MeshInfo, ...] = ()
-    definitions: tuple[Any, ...] = ()
-    programs: tuple[Any, ...] = ()
+    def left(self, number: int) -> None:
+        """A session has left a worker."""
+        ...
 
 
 class Tenancy:
@@ -148,7 +140,12 @@ class Tenancy:
         self.over = ""  # why it is over; "" while it is not
         self.error = ""  # then: the name of the exception that its client gets
         self._home = home
-        self._controller = Controller(number, frozenset(), self._place)
+        self._controller = Controller(number, frozenset(), self._place, home.lineage)
+        self._gone: dict[int, str] = {}  # workers that are lost, and what the session had there is not placed anew yet
+        self._lacking: asyncio.TimerHandle | None = None  # then: the end of the wait for another worker
+        self._ready = asyncio.Event()  # the session goes on
+        self._halted_at: float | None = None
+        self._uploads = Uploads()
         self._opened_on: set[int] = set()  # workers that know of the session
         self._running: dict[int, int] = {}  # batch -> bytes of its frame
         self._finished = asyncio.Event()  # some batch is, or the session is over
@@ -160,12 +157,17 @@ class Tenancy:
         self._granting: asyncio.Task[None] | None = None
         self._timers: set[asyncio.TimerHandle] = set()
 
+    def is_on(self, number: int) -> bool:
+        """Whether the session uses a worker, or has not left it yet."""
+        return number in self._opened_on
+
     # ---- the client
 
     async def serve(self) -> None:
         """Do what the client says until it leaves, is gone for good, or is cut off."""
         try:
             while (frame := await self.link.receive()) is not None:
+                await self._wait_until_ready()
                 if self.over:  # said before it knew; what counts now is that it acknowledges
                     continue
                 self._take(codec.decode_from_client(frame), frame)
@@ -200,6 +202,8 @@ class Tenancy:
                 self._say(AskedTrace(ticket, stop))
             case Reserve():
                 self._reserve(message)
+            case cluster.Migrate():
+                self._migrate(message)
             case cluster.Leave():
                 self._leaving = True
                 self._later(LEAVE_S, self._left)
@@ -252,6 +256,26 @@ class Tenancy:
             error, text = type(refused).__name__, str(refused)
         self.send(cluster.Reserved(asked.ticket, error, text))
 
+    def _migrate(self, asked: cluster.Migrate) -> None:
+        """Devices are to be elsewhere: let the pool place them, one after the other, and the controller follow."""
+        pool = self._home.pool
+        before = pool.devices_of(self.number)
+        error = text = ""
+        try:
+            for device in asked.places[:MAX_MESH_DEVICES]:
+                pool.move(self.number, device, asked.target)
+        except MeshError as refused:
+            error, text = type(refused).__name__, str(refused)
+            pool.put_back(self.number, before)
+        self.send(cluster.Reserved(asked.ticket, error, text))
+        if not error:
+            self._handle(Migrating(asked.ticket, asked.places))
+
+    def vacate(self, number: int) -> None:
+        """A worker drains: let the session go elsewhere, if there is anywhere else."""
+        if not self.over and self._home.pool.vacate(self.number, number) and number in self._opened_on:
+            self._handle_safely(Migrating(0, (), leaving=number))
+
     def _submit(self, asked: Submit, size_bytes: int) -> None:
         if asked.seq in self._running or len(self._running) >= MAX_RUNNING:
             raise ProtocolError(f"batch {asked.seq} is running already, or {MAX_RUNNING} others are")
@@ -259,10 +283,11 @@ class Tenancy:
             raise ProtocolError("shared memory does not reach another host")
         refused = self.account.submit(self.number, asked.seq, num_calls(asked.body))
         self._running[asked.seq] = size_bytes
+        streams = self._uploads.take(asked.uploads)
         batch = Batch(
-            asked.seq, asked.body, asked.signatures, asked.freed_meshes, asked.uploads, asked.fetches, refused
+            asked.seq, asked.body, asked.signatures, asked.freed_meshes, asked.uploads, asked.fetches, refused, streams
         )
-        self._home.meter.uploaded(self.number, _upload_bytes(asked))
+        self._home.meter.uploaded(self.number, upload_bytes(asked))
         if asked.fetches:
             self._home.meter.stepped(self.number)
         self._handle(Submitted(batch))
@@ -274,10 +299,20 @@ class Tenancy:
         workers = self._controller.workers_of(part.mesh, part.devices)
         if not workers:
             raise ProtocolError(f"bytes for mesh {part.mesh}, which is unknown")
+        self._uploads.add(part, frame, self._home.lineage.upload_bytes - self._controller.upload_bytes)
+        self._send_to(workers, frame)
+
+    def _send_to(self, workers: Iterable[int], frame: bytes) -> None:
         for number in workers:
             worker = self._home.workers.get(number)
             if worker is not None:
                 worker.send_frame(frame)
+
+    async def _wait_until_ready(self) -> None:
+        """While the session gets over a loss, or moves, its client is not read from: all that it sends comes in order."""
+        while (self._gone or self._controller.is_halted) and not self.over:
+            self._ready.clear()
+            await self._ready.wait()
 
     async def _wait_for_workers(self) -> None:
         """Back-pressure: a client whose workers are behind is not read from."""
@@ -320,21 +355,38 @@ class Tenancy:
             self._home.meter.held(self.number, worker.number, message.held_bytes)
             if message.values:
                 self._home.meter.fetched(self.number, sum(len(p.data or b"") for v in message.values for p in v.pieces))
-        try:
-            self._handle(Received(worker.number, message))
-        except ProtocolError as error:
-            self.end("ProtocolError", str(error))
+        self._handle_safely(Received(worker.number, message))
 
     def worker_gone(self, number: int, reason: str) -> None:
-        """A worker of the pool is gone for good."""
-        if number not in self._opened_on or self.over:
+        """A worker of the pool is gone for good, for this session at least."""
+        if self.over:
             return
-        self._opened_on.discard(number)
-        self.account.held(self.number, number, 0)
-        try:
-            self._handle(Exited(number, reason))
-        except ProtocolError as error:
-            self.end("ProtocolError", str(error))
+        if number in self._opened_on:
+            self._gone[number] = reason
+        self.find_places()
+
+    def find_places(self) -> None:
+        """Place what the session had on workers that are gone; when there is nowhere to, wait for a worker that joins."""
+        if self.over:
+            return
+        pool = self._home.pool
+        if not pool.rehome(self.number):
+            if self._lacking is None:
+                self._lacking = self._later(self._home.replace_s, self._give_up)
+            return
+        if self._lacking is not None:
+            self._lacking.cancel()
+            self._timers.discard(self._lacking)
+            self._lacking = None
+        while self._gone:
+            number = next(iter(self._gone))
+            self._handle_safely(Exited(number, self._gone.pop(number)))
+
+    def _give_up(self) -> None:
+        number, reason = next(iter(self._gone.items()), (-1, "a worker was lost"))
+        kinds = ", ".join(self._home.pool.kinds_wanted(self.number))
+        waited = f"no worker with {kinds} devices has joined within {self._home.replace_s:g} s"
+        self.end("WorkerLostError", f"{reason}; {waited}", number)
 
     def _grant(self) -> None:
         if self.link.pending_bytes <= CLIENT_WINDOW_BYTES:
@@ -356,15 +408,36 @@ class Tenancy:
 
     # ---- the controller
 
-    def _place(self, kind: str, device: int) -> tuple[int, int]:
+    def _place(self, kind: str, device: int) -> Spot:
         return self._home.pool.where(self.number, kind, device)
 
     def _handle(self, event: Event) -> None:
         """Let the controller decide, and do it. Raises ProtocolError for what cannot be right."""
+        was_halted = self._controller.is_halted
         try:
             self._perform(self._controller.handle(event))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except ProtocolError:
+            raise
+        except Exception as error:  # a client's bytes are looked into here, and no other session may be harmed by them
+            logger.debug("session %d: %s", self.number, type(event).__name__, exc_info=True)
             raise ProtocolError(f"{type(event).__name__} names what is not there: {error!r}") from error
+        if was_halted and not self._controller.is_halted:
+            self._go_on()
+
+    def _handle_safely(self, event: Event) -> None:
+        """The same for what does not come from the client: whatever is wrong ends the session."""
+        if self.over:
+            return
+        try:
+            self._handle(event)
+        except ProtocolError as error:
+            self.end("ProtocolError", str(error))
+
+    def _go_on(self) -> None:
+        """The workers go on: those that are new get what has come of the uploads that are under way."""
+        for mesh, devices, frame in self._uploads.kept():
+            self._send_to(self._controller.workers_of(mesh, devices), frame)
+        self._ready.set()
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -396,12 +469,20 @@ class Tenancy:
                     self.send(cluster.CallFailed(number, failure))
                 case Start():
                     self._start(instruction)
-                case Suspect(number, reason):
-                    self._later(SUSPECT_S, partial(self.worker_gone, number, reason))
+                case Suspect():
+                    self._later(SUSPECT_S, partial(self._check_suspect, instruction))
                 case Lost(number, reason):
                     self.end("WorkerLostError", reason, number)
-                case Interrupt() | Kill() | Halting() | Forfeited() | Regained():
-                    raise AssertionError("only a controller that recovers says so")
+                case Interrupt(number, epoch):
+                    self._send_to((number,), codec.encode(Halt(self.number, epoch)))
+                case Kill(number) | Vacated(number):
+                    self._leave(number)
+                case Halting():
+                    self._halted_at = self._halted_at or asyncio.get_running_loop().time()
+                case Forfeited(number, reason, tensors):
+                    self.send(cluster.Forfeited(number, reason, tensors))
+                case Regained():
+                    self._regained(instruction)
                 case _:
                     assert_never(instruction)
 
@@ -409,7 +490,7 @@ class Tenancy:
         """The session begins to use a worker, which runs already."""
         worker = self._home.workers.get(start.worker)
         if worker is None:
-            self._later(0.0, lambda: self._handle(Exited(start.worker, "it is not in the pool any more")))
+            self._later(0.0, partial(self._handle_safely, Exited(start.worker, "it is not in the pool any more")))
             return
         key = self.key
         worker.open(self.number, key.name, key.weight, key.priority, self.account.limits.max_bytes)
@@ -417,7 +498,35 @@ class Tenancy:
         self._home.meter.entered(self.number, start.worker)
         self._perform(self._controller.handle(Joined(start.worker)))
 
-    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+    def _leave(self, number: int) -> None:
+        """The session has nothing on a worker any more, or nothing that counts."""
+        if number not in self._opened_on:
+            return
+        self._opened_on.discard(number)
+        self._owed.pop(number, None)
+        self.account.held(self.number, number, 0)
+        self._home.meter.held(self.number, number, 0)
+        self._send_to((number,), codec.encode(cluster.Drop(self.number)))
+        self._home.left(number)
+
+    def _regained(self, regained: Regained) -> None:
+        now = asyncio.get_running_loop().time()
+        halted_s = now - (self._halted_at or now)
+        self._halted_at = None
+        self._home.meter.repeated(self.number, regained.recomputed_ops)
+        self.send(
+            cluster.Regained(
+                regained.lost, regained.moved, regained.recomputed_ops, regained.copied_bytes, halted_s, regained.tickets
+            )
+        )
+
+    def _check_suspect(self, suspect: Suspect) -> None:
+        """A worker has lost touch with another one, and nobody's end was reported: the two do not get on."""
+        if self._controller.epoch == suspect.epoch and not self._gone:
+            self._home.pool.shun(self.number, suspect.worker)
+            self.worker_gone(suspect.worker, suspect.reason)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> asyncio.TimerHandle:
         def run() -> None:
             self._timers.discard(timer)
             if not self.over:
@@ -425,6 +534,7 @@ class Tenancy:
 
         timer = asyncio.get_running_loop().call_later(delay_s, run)
         self._timers.add(timer)
+        return timer
 
     # ---- the end
 
@@ -436,6 +546,8 @@ class Tenancy:
         with suppress(ConnectionLostError):  # it may be gone already
             self.link.send_nowait(codec.encode(cluster.Ended(error, text, worker)))
         self._finished.set()
+        self._ready.set()
+        self._uploads.clear()
         for number in self._opened_on:
             end = self._home.workers.get(number)
             if end is not None:
@@ -449,23 +561,3 @@ class Tenancy:
         self._home.pool.release(self.number)
         self.account.close(self.number)
         self._home.ended(self)
-
-
-def _upload_bytes(asked: Submit) -> int:
-    return sum(len(blob.data) if isinstance(blob, Blob) else blob.size_bytes for blob in asked.uploads)
-
-
-def num_calls(body: bytes) -> int:
-    """Calls in a batch's body, read from its first bytes: msgpack of [calls, frees].
-
-    Raises:
-        ProtocolError: it does not begin like a body.
-    """
-    if len(body) >= 2 and body[0] == 0x92:
-        kind = body[1]
-        if kind & 0xF0 == 0x90:
-            return kind & 0x0F
-        if kind in (0xDC, 0xDD):
-            size = 2 if kind == 0xDC else 4
-            return int.from_bytes(body[2 : 2 + size], "big")
-    raise ProtocolError("a batch's body is not what it should be")

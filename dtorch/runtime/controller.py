@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from typing_extensions import assert_never
 
+from dtorch.runtime.awaited import Awaited
 from dtorch.runtime.events import (
     Asked,
     AskedTrace,
@@ -48,9 +49,11 @@ from dtorch.runtime.events import (
     Submission,
     Submitted,
     Suspect,
+    Vacated,
 )
 from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.recovery import Recovery
+from dtorch.runtime.touching import Touching
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
@@ -63,7 +66,6 @@ from dtorch.transport.messages import (
     Definition,
     Done,
     Failure,
-    Fetch,
     Forget,
     FromWorker,
     Held,
@@ -79,18 +81,14 @@ from dtorch.transport.messages import (
     Statistics,
     Stop,
     Trace,
-    Value,
 )
 
 __all__ = [
     "Asked", "AskedTrace", "Closing", "Controller", "Counted", "Defined", "Event", "Exited", "Failed", "Finished",
     "Forfeited", "Halting", "Instruction", "Interrupt", "Joined", "Kill", "Lost", "Migrating", "Received", "Regained",
-    "Send", "Sent", "Settled", "Start", "Submission", "Submitted", "Suspect",
+    "Send", "Sent", "Settled", "Start", "Submission", "Submitted", "Suspect", "Vacated",
 ]  # fmt: skip
 
-
-MAX_BODIES = 256
-"""Bodies of batches remembered with the meshes that they touch."""
 
 _WAIT = (Submitted, Defined, Sent, Asked, AskedTrace, Migrating)
 """What waits while the workers are halted: everything from the client but the end."""
@@ -112,21 +110,14 @@ class _Worker:
     start: Start | None = None  # how it was started
 
 
-@dataclass
-class _Fetch:
-    seq: int  # of the batch behind which the value is read
-    fetch: Fetch
-    waiting: set[int]
-    values: list[Value] = field(default_factory=list)
-
-
 class Controller:
     """State of one session's control.
 
     Args:
         session: number carried by every message.
         shared_kinds: device kinds whose devices all live in worker 0; other kinds get one worker a device.
-        place: where workers are not the session's own: (kind, device) -> worker, and the device's number there.
+        place: where workers are not the session's own: (kind, device) -> worker, and which device that is there. Asked anew
+            when a worker is lost, and when devices are to move.
         recover: how much to remember, so that the session can go on when a worker is lost; None: it ends then.
     """
 
@@ -134,7 +125,7 @@ class Controller:
         self,
         session: int,
         shared_kinds: frozenset[str],
-        place: Callable[[str, int], tuple[int, int]] | None = None,
+        place: Callable[[str, int], tuple[int, Place]] | None = None,
         recover: Bounds | None = None,
     ) -> None:
         self.session = session
@@ -146,20 +137,18 @@ class Controller:
         self._workers: dict[int, _Worker] = {}
         self.hosts: dict[Place, int] = {}
         self._mesh_workers: dict[int, tuple[int, ...]] = {}
-        self._signature_mesh: dict[int, tuple[int, ...]] = {}
+        self._touching = Touching()
         self.meshes: list[MeshInfo] = []
         self._definitions: dict[int, Definition] = {}  # the live ones, for workers that start late
         self._programs: dict[int, Program] = {}
         self.running: dict[int, set[int]] = {}  # batch -> workers that have not finished it
-        self._fetches: dict[int, _Fetch] = {}
+        self.awaited = Awaited()
         self._asked: dict[int, tuple[set[int], list[Any]]] = {}
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
         self._next_ticket = -1
         self._seed: Seed | None = None
         self._allow: Allow | None = None
         self._tracing: StartTrace | None = None
-        self._bodies: dict[bytes, frozenset[int] | None] = {}  # of batches -> meshes that their calls touch
-        self._has_random = False  # some random op is known
         self._drawn = False  # some random op has run since the last seed
         self._closing = False
         self._torn = False  # workers lost touch with each other: errors now are echoes of an end still to be reported
@@ -172,6 +161,21 @@ class Controller:
 
     def worker_of(self, kind: str, device: int) -> int | None:
         return self.hosts.get((kind, device))
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the workers stand still, for a loss or a move. What the client says meanwhile would have to wait."""
+        return self._recovery is not None and self._recovery.active
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether somebody else says where devices are."""
+        return self._place is not None
+
+    @property
+    def upload_bytes(self) -> int:
+        """Of uploads that are remembered."""
+        return 0 if self._recovery is None else self._recovery.lineage.upload_bytes
 
     @property
     def num_definitions(self) -> int:
@@ -216,9 +220,8 @@ class Controller:
                 elif isinstance(message, StartTrace):
                     self._tracing = message
                 elif isinstance(message, Forget):
-                    self._signature_mesh = {s: m for s, m in self._signature_mesh.items() if s >= message.sig}
+                    self._touching.forget(message.sig)
                     self._definitions = {s: d for s, d in self._definitions.items() if s >= message.sig}
-                    self._bodies.clear()
                     self._programs = {n: p for n, p in self._programs.items() if n >= message.sig}
                     if recovery is not None:
                         recovery.lineage.forget(message.sig)
@@ -257,12 +260,11 @@ class Controller:
             out += self._add_mesh(mesh)
             meshes_made.append(self.meshes[-1])
         for definition in definitions:
-            self._signature_mesh[definition.sig] = self._meshes_of(definition)
+            self._touching.define(definition)
             self._definitions[definition.sig] = definition
         for program in programs:
             self._programs[program.sig] = program
-            if self._signature_mesh[program.sig]:
-                self._signature_mesh[program.sig] = program.meshes
+            self._touching.add_program(program)
         if self._recovery is not None:
             self._recovery.lineage.define(definitions, programs)
         return out + self._broadcast(encode(Define(self.session, tuple(meshes_made), definitions, programs)), self.workers)
@@ -271,12 +273,12 @@ class Controller:
         out: list[Instruction] = []
         if batch.meshes or batch.definitions or batch.programs:
             out += self._define(batch.meshes, batch.definitions, batch.programs)
-        if not self._drawn and self._has_random:
-            self._drawn = self._touched(batch) is None
+        if not self._drawn and self._touching.has_random:
+            self._drawn = self._touching.of(batch) is None
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches, batch.refused))
         for fetch in batch.fetches:
-            self._fetches[fetch.ticket] = _Fetch(batch.seq, fetch, set(self._mesh_workers[fetch.mesh]))
+            self.awaited.add(batch.seq, fetch, self._mesh_workers[fetch.mesh])
         if self._recovery is not None:
             self._recovery.submitted(batch)
         if concerned:
@@ -285,13 +287,6 @@ class Controller:
             out.append(Finished(batch.seq))
         return out + self._broadcast(frame, concerned)
 
-    def _meshes_of(self, definition: Definition) -> tuple[int, ...]:
-        if definition.params.get("random"):
-            self._has_random = True
-            return ()
-        layouts = (*definition.inputs, *definition.outputs)
-        return tuple(sorted({layout.mesh for layout in layouts}))
-
     def _concerned(self, batch: Submission) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Meshes that a batch touches and the workers that hold their devices; () stands for all meshes."""
         everyone = self.workers
@@ -299,25 +294,11 @@ class Controller:
             return (), everyone
         meshes: set[int] = {fetch.mesh for fetch in batch.fetches}
         meshes.update(batch.freed_meshes)
-        touched = self._touched(batch)
+        touched = self._touching.of(batch)
         if touched is None:
             return (), everyone
         meshes.update(touched)
         return tuple(sorted(meshes)), tuple(sorted({w for mesh in meshes for w in self._mesh_workers[mesh]}))
-
-    def _touched(self, batch: Submission) -> frozenset[int] | None:
-        """Meshes that the calls of a batch touch, None for all: worked out once for a body, so that a batch that was seen
-        before costs the same however many calls it has."""
-        try:
-            return self._bodies[batch.body]
-        except KeyError:
-            pass
-        meshes = [self._signature_mesh[signature] for signature in batch.signatures]
-        found = frozenset(mesh for several in meshes for mesh in several) if all(meshes) else None
-        if len(self._bodies) >= MAX_BODIES:
-            del self._bodies[next(iter(self._bodies))]
-        self._bodies[batch.body] = found
-        return found
 
     def _add_mesh(self, mesh: MeshInfo) -> list[Instruction]:
         out: list[Instruction] = []
@@ -337,7 +318,7 @@ class Controller:
         kind, device = place
         shared = kind in self._shared_kinds
         if self._place is not None:
-            number, self._locals[place] = self._place(kind, device)
+            number, (_, self._locals[place]) = self._place(kind, device)
         else:
             number = self._shared_worker if shared else self._next_worker()
         self.hosts[place] = number
@@ -350,7 +331,9 @@ class Controller:
         """Start a worker that is to know everything that the others know."""
         number = start.worker
         out: list[Instruction] = [start]
-        elders = [w for w in self._workers.values() if w.phase is not Phase.GONE]
+        leaving = set() if self._recovery is None else self._recovery.leaving
+        alive = [w for w in self._workers.values() if w.phase is not Phase.GONE]
+        elders = [w for w in alive if w.number not in leaving] or alive
         worker = self._workers[number] = _Worker(number, start=start)
         self.empty_queue(number)
         if self.meshes:
@@ -412,7 +395,7 @@ class Controller:
                 if recovery is not None and seq > 0:
                     recovery.done(worker, seq)
                 for value in values:
-                    out += self._value(worker, value.ticket, value)
+                    out += self.awaited.came(worker, value, self._torn)
                 running = self.running.get(seq)
                 if running is not None:
                     running.discard(worker)
@@ -465,21 +448,6 @@ class Controller:
             self._torn = True
             return [Suspect(worker, failure.text, self.epoch)]
         return [] if self._torn else [Failed(worker, failure)]
-
-    def _value(self, worker: int, ticket: int, value: Value) -> list[Instruction]:
-        fetch = self._fetches.get(ticket)
-        if fetch is None:
-            return []
-        fetch.waiting.discard(worker)
-        fetch.values.append(value)
-        if fetch.waiting:
-            return []
-        if self._torn and any(v.error is not None for v in fetch.values):
-            return []  # whoever waits will be told of the worker that is gone, not of what that did to others
-        del self._fetches[ticket]
-        errors = [(v.worker, v.error) for v in fetch.values if v.error is not None]
-        known = [(w, e) for w, e in errors if e >= 0] or errors
-        return [Settled(ticket, tuple(fetch.values), known[0] if known else None)]
 
     def _exited(self, number: int, reason: str) -> list[Instruction]:
         worker = self._workers.get(number)
@@ -561,7 +529,7 @@ class Controller:
         starts: list[Start] = []
         for place in places:
             if self._place is not None:
-                new, self._locals[place] = self._place(*place)
+                new, (_, self._locals[place]) = self._place(*place)
                 start = Start(new, *place, False)
             else:
                 old = self._workers[number].start
@@ -576,6 +544,43 @@ class Controller:
             self._shared_worker = starts[0].worker
         return starts
 
+    def spot_of(self, place: Place) -> tuple[int, Place]:
+        """Where a place is to be, says whoever places devices."""
+        assert self._place is not None
+        return self._place(*place)
+
+    def settle(self, place: Place, number: int) -> None:
+        """A place is another device of its worker from now on."""
+        self._locals[place] = number
+
+    def start_at(self, number: int, place: Place, fresh: bool) -> list[Instruction]:
+        """Start a worker for a place, unless it is there.
+
+        Args:
+            fresh: it is told nothing but what does not depend on the program.
+        """
+        if number in self._workers:
+            return []
+        start = Start(number, *place, False)
+        if not fresh:
+            return self._begin(start)
+        self._workers[number] = _Worker(number, start=start)
+        self.empty_queue(number)
+        return [start]
+
+    def part_from(self, number: int) -> list[Instruction]:
+        """A worker has no device of the session any more: it is told nothing from now on, and nobody waits for it."""
+        worker = self._workers[number]
+        worker.phase = Phase.GONE
+        worker.queue.clear()
+        out: list[Instruction] = [Vacated(number), *self.answer_for(number)]
+        for seq, waiting in list(self.running.items()):
+            waiting.discard(number)
+            if not waiting:
+                del self.running[seq]
+                out.append(Finished(seq))
+        return out
+
     def refresh_meshes(self, backing: dict[Place, str]) -> None:
         """Meshes are where their devices are now."""
         for i, mesh in enumerate(self.meshes):
@@ -587,14 +592,3 @@ class Controller:
                 mesh, workers=hosts, locals=local, backing=moved if any(moved) else ()
             )
             self._mesh_workers[mesh.mesh] = tuple(sorted(set(hosts)))
-
-    def pending_fetches(self) -> list[tuple[int, Fetch]]:
-        return [(pending.seq, pending.fetch) for pending in self._fetches.values()]
-
-    def expect_again(self, lost: set[int]) -> None:
-        """All values under way are answered anew, but those of these tickets, which are lost."""
-        for ticket in lost:
-            del self._fetches[ticket]
-        for pending in self._fetches.values():
-            pending.waiting = set(self._mesh_workers[pending.fetch.mesh])
-            pending.values.clear()

@@ -122,6 +122,8 @@ class Migrating:
         target: beside which device, on the same worker and the same hardware; None: to a worker of their own if
             ``leaving`` is None, else to whoever remains.
         leaving: a worker that is to end once nothing lives there any more.
+
+    Where somebody else places devices, that has been changed already; ``places`` and ``target`` do not matter.
     """
 
     ticket: int
@@ -221,6 +223,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Vacated:
+    """A worker that is not the session's own was to be left, and holds nothing of the session any more."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Halting:
     """The workers are to halt; ``Regained`` says that they go on."""
 
@@ -252,6 +261,6 @@ class Regained:
 
 
 Instruction = (
-    Start | Send | Finished | Settled | Counted | Failed | Suspect | Lost | Interrupt | Kill | Halting | Forfeited
-    | Regained
+    Start | Send | Finished | Settled | Counted | Failed | Suspect | Lost | Interrupt | Kill | Vacated | Halting
+    | Forfeited | Regained
 )

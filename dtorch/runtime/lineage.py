@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -181,20 +181,39 @@ class Entry:
         self.summary: Summary | None = None
 
 
+class Stream(NamedTuple):
+    """An upload that came in parts.
+
+    Attributes:
+        number: that its ``StreamBlob`` names.
+        mesh, devices: whose workers need it; no devices stand for all of the mesh.
+        frames: the parts as they came, encoded.
+    """
+
+    number: int
+    mesh: int
+    devices: tuple[int, ...]
+    frames: tuple[bytes, ...]
+
+
 class Record:
     """A batch in program order, or what is left of batches that were dropped: ``frees`` and ``random``.
 
     Attributes:
         uploads: what its upload calls take; None where it was not kept.
         keep: objects that hold the memory of the uploads.
+        streams: the bytes of uploads that came in parts.
         seed: the generators were seeded just before it.
         refused: none of its calls was allowed to run.
     """
 
-    __slots__ = ("entry", "frees", "keep", "random", "refused", "seed", "seq", "uploads", "written")
+    __slots__ = ("entry", "frees", "keep", "random", "refused", "seed", "seq", "streams", "uploads", "written")
 
-    def __init__(self, seq: int, entry: Entry | None, uploads: tuple[AnyBlob, ...] | None, keep: Any) -> None:
+    def __init__(
+        self, seq: int, entry: Entry | None, uploads: tuple[AnyBlob, ...] | None, keep: Any, streams: tuple[Stream, ...] = ()
+    ) -> None:
         self.seq = seq
+        self.streams = streams
         self.entry = entry
         self.uploads = uploads
         self.keep = keep
@@ -323,24 +342,28 @@ class Lineage:
         self._seed = seed
 
     def add(
-        self, seq: int, body: bytes, uploads: tuple[AnyBlob, ...] = (), keep: Any = None, refused: bool = False
+        self, seq: int, body: bytes, uploads: tuple[AnyBlob, ...] = (), keep: Any = None, refused: bool = False,
+        streams: tuple[Stream, ...] = (),
     ) -> None:
         """A batch goes by.
 
         Args:
             keep: whatever must be referred to for ``uploads`` to stay readable.
+            streams: the bytes of those of ``uploads`` that came in parts, where they were kept.
         """
         entry = self._entries.get(body)
         if entry is None:
             entry = self._entries[body] = Entry(body, count_calls(body))
             self.size_bytes += len(body)
         entry.num_uses += 1
-        record = Record(seq, entry, uploads, keep)
+        record = Record(seq, entry, uploads, keep, streams)
         record.refused = refused
         if uploads:
             size = record.upload_bytes
-            if self.upload_bytes + size > self.bounds.upload_bytes or any(isinstance(b, StreamBlob) for b in uploads):
+            streamed = {blob.stream for blob in uploads if isinstance(blob, StreamBlob)}
+            if self.upload_bytes + size > self.bounds.upload_bytes or not streamed <= {s.number for s in streams}:
                 record.uploads = record.keep = None
+                record.streams = ()
             else:
                 self.upload_bytes += size
         record.seed, self._seed = self._seed, None
@@ -506,3 +529,4 @@ class Lineage:
             del self._entries[entry.body]
         record.entry, record.frees, record.random = None, summary.frees, summary.random
         record.uploads = record.keep = None
+        record.streams = ()

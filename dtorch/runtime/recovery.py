@@ -95,6 +95,7 @@ class Recovery:
         self._reasons: dict[int, str] = {}  # workers lost since everybody resumed for the last time
         self._executed: dict[Place, Position] = {}  # places that were lost -> how far they had executed
         self._moves: dict[Place, int] = {}  # place -> the worker that it is to move to
+        self._spots: dict[Place, Place] = {}  # place -> the device of the worker that it moves to, where others place devices
         self._backing: dict[Place, str] = {}  # "kind:number" of what stands for a place that was moved
         self._tickets: list[int] = []
         self._states: dict[int, States] = {}  # batch -> where the generators stood when it began
@@ -109,8 +110,8 @@ class Recovery:
     # ---- what goes by
 
     def submitted(self, batch: Submission) -> None:
-        keep = getattr(batch, "keep", None)
-        self.lineage.add(batch.seq, batch.body, batch.uploads, keep, refused=bool(batch.refused))
+        keep, streams = getattr(batch, "keep", None), getattr(batch, "streams", ())
+        self.lineage.add(batch.seq, batch.body, batch.uploads, keep, refused=bool(batch.refused), streams=streams)
         self._last_seq = batch.seq
         if self.lineage.is_full:
             running = self._controller.running
@@ -156,7 +157,9 @@ class Recovery:
         out += self._begin()
         out += [Interrupt(worker, self.epoch) for worker in asked]
         out += self._ask(asked)
-        if lost:
+        if controller.is_placed:
+            out += self._follow()
+        elif lost:
             found = self._rehost(number, lost, spare=joined)
             if found is None:
                 return [Lost(number, reason)]
@@ -168,6 +171,10 @@ class Recovery:
         controller = self._controller
         out: list[Instruction] = []
         self._tickets.append(event.ticket)
+        if controller.is_placed:
+            if event.leaving is not None:
+                self.leaving.add(event.leaving)
+            return self._follow() + self.joined()
         places = event.places
         if event.leaving is not None:
             places = tuple(place for place, host in controller.hosts.items() if host == event.leaving)
@@ -231,6 +238,23 @@ class Recovery:
         self._spares |= {start.worker for start in starts}
         return [*starts]
 
+    def _follow(self) -> list[Instruction]:
+        """Let devices go where whoever places them has them now."""
+        controller = self._controller
+        out: list[Instruction] = []
+        self._moves.clear()
+        for place, host in controller.hosts.items():
+            worker, device = controller.spot_of(place)
+            if worker == host:
+                continue
+            self._moves[place] = worker
+            self._spots[place] = device
+            started = controller.start_at(worker, place, fresh=self.active)
+            if started and self.active:
+                self._fresh.add(worker)
+            out += started
+        return out
+
     def _least_loaded(self, workers: list[int]) -> int:
         load = dict.fromkeys(workers, 0)
         for place, host in self._controller.hosts.items():
@@ -280,8 +304,14 @@ class Recovery:
         self._states.clear()
         self._spares -= self._fresh
         self._summary = None
-        idle = [w for w in self.leaving if w in self._controller.workers]
-        return [*out, *self._controller.broadcast(encode(Stop()), idle), summary]
+        controller = self._controller
+        idle = [w for w in self.leaving if w in controller.workers]
+        if not controller.is_placed:
+            return [*out, *controller.broadcast(encode(Stop()), idle), summary]
+        for number in [w for w in idle if w not in controller.hosts.values()]:
+            self.leaving.discard(number)
+            out += controller.part_from(number)
+        return [*out, summary]
 
     # ---- step 2
 
@@ -305,7 +335,7 @@ class Recovery:
             places,
             {mesh.mesh: mesh for mesh in controller.meshes},
             standings,
-            controller.pending_fetches(),
+            controller.awaited.pending(),
             executed=executed,
             snapshots=frozenset(known),
             redo=self._trust(),
@@ -368,6 +398,10 @@ class Recovery:
         controller = self._controller
         before = [controller.hosts[place] for place in places]
         controller.hosts.update(self._moves)
+        for place in self._moves.keys() & self._spots.keys():
+            kind, local = self._spots[place]
+            self._backing[place] = f"{kind}:{local}"
+            controller.settle(place, local)
         hosts = [controller.hosts[place] for place in places]
         workers = controller.workers
         out: list[Instruction] = []
@@ -401,12 +435,16 @@ class Recovery:
                 seed.seed if seed is not None and draws else None,
                 self._states.get(part.record.seq),
             )
+            for stream in part.record.streams if redo.uploads else ():
+                for frame in stream.frames:  # they came before their batch, and come again before it
+                    out += controller.broadcast(frame, controller.workers_of(stream.mesh, stream.devices))
             out += controller.broadcast(encode(redo), workers)
         furthest = self._furthest()
         states = furthest.states if furthest is not None and found.stretch is None else None
         finals = self._finals(found, before, hosts)
         out += controller.broadcast(encode(Resume(session, epoch, self._last_seq, finals, states)), workers)
-        controller.expect_again({tap.fetch.ticket for part in found.parts for tap in part.taps if tap.lost})
+        lost = {tap.fetch.ticket for part in found.parts for tap in part.taps if tap.lost}
+        controller.awaited.again(lost, controller.workers_of)
         self._progress_at = self._last_seq
         self._has_tried = bool(found.parts)
         for seq in controller.running:
@@ -421,6 +459,7 @@ class Recovery:
         self._resuming = set(workers)
         self._fresh.clear()
         self._moves.clear()
+        self._spots.clear()
         self._tickets.clear()
         self.active = False
         waiting, self.held_back = self.held_back, []

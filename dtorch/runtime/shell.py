@@ -37,6 +37,7 @@ from dtorch.runtime.controller import (
     Start,
     Submitted,
     Suspect,
+    Vacated,
 )
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.live import Live
@@ -412,6 +413,8 @@ class ControllerThread:
                     self._listener.elastic.on_regained(instruction, self.loop.time() - (began or self.loop.time()))
                 case Lost(worker, reason):
                     self._lose(worker, reason)
+                case Vacated():
+                    raise AssertionError("the workers of an embedded session are its own")
                 case _:
                     assert_never(instruction)
 

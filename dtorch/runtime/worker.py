@@ -200,7 +200,7 @@ class Worker:
             case Redo():
                 uploads = [self._arrival(blob) for blob in message.uploads]
                 values = rework.redo(message, uploads)
-                answer = Done(message.session, -1, 0, values) if values else None
+                answer = Done(message.session, -1, 0, values, executor.held_bytes) if values else None
             case Resume():
                 answer = rework.resume(message)
         if answer is not None:
@@ -209,6 +209,9 @@ class Worker:
     def _batch(self, batch: Batch) -> None:
         executor = self._session(batch.session)
         if executor.halted:
+            for blob in batch.uploads:
+                if isinstance(blob, StreamBlob):  # if it is wanted, it comes again
+                    self._streaming().take(blob.stream, blob.size_bytes)
             return
         started = executor.clock_ns()
         uploads = [self._arrival(blob) for blob in batch.uploads]

@@ -24,7 +24,9 @@ import msgspec
 
 from .messages import (
     Allow,
+    AskHeld,
     AskRandomState,
+    AskSnapshots,
     AskStatistics,
     AskTrace,
     Batch,
@@ -34,8 +36,15 @@ from .messages import (
     Failure,
     Fetch,
     Forget,
+    Halt,
+    Held,
     RandomState,
+    Redo,
+    Regroup,
+    Resume,
+    Resumed,
     Seed,
+    Snapshots,
     StartTrace,
     Statistics,
     Stop,
@@ -93,6 +102,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     fetches: tuple[Fetch, ...] = ()
 
 
+class Migrate(msgspec.Struct, frozen=True, tag="migrate"):
+    """Devices are to be elsewhere. Answered by Reserved at once, and by Regained once they are."""
+
+    session: int
+    ticket: int
+    places: tuple[tuple[str, int], ...]  # device kind and id, as the client numbers them
+    target: tuple[str, int] | None = None  # onto the hardware of this one; None: onto hardware that the session does not use
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The client ends its session."""
 
@@ -143,11 +161,31 @@ class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
-    """Answer to Reserve. ``error`` is the name of an exception of ``errors.py``, "" when the devices are there."""
+    """Answer to Reserve and Migrate. ``error`` is the name of an exception of ``errors.py``, "" when the devices are there."""
 
     ticket: int
     error: str = ""
     text: str = ""
+
+
+class Forfeited(msgspec.Struct, frozen=True, tag="forfeited"):
+    """Tensors are gone for good with a worker, in plain words: controller's ``Forfeited``."""
+
+    worker: int
+    reason: str
+    tensors: tuple[str, ...]
+
+
+class Regained(msgspec.Struct, frozen=True, tag="regained", omit_defaults=True):
+    """The session goes on after a loss or a move: controller's ``Regained``."""
+
+    lost: tuple[tuple[int, str], ...]  # workers and how they ended
+    moved: tuple[tuple[str, int], ...]  # devices that are on another worker than before
+    recomputed_ops: int
+    copied_bytes: int
+    halted_s: float  # for which the workers stood still
+    tickets: tuple[int, ...] = ()  # of the moves that the client asked for
+    silent_s: float | None = None  # of a worker that was given up for its silence
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -255,11 +293,16 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
 
 
 FromClient = (
-    Attach | Reserve | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | StartTrace | AskTrace | Leave
+    Attach | Reserve | Migrate | Define | Submit | Part | Seed | Forget | Allow | AskStatistics | StartTrace | AskTrace
+    | Leave
 )  # fmt: skip
-ToClient = Attached | Finished | Answer | Counts | Traces | CallFailed | Reserved | Ended | Devices | Part
-FromPoolWorker = Enlist | Retire | Load | Done | Failure | Statistics | RandomState | Trace | Part
+ToClient = (
+    Attached | Finished | Answer | Counts | Traces | CallFailed | Reserved | Forfeited | Regained | Ended | Devices | Part
+)  # fmt: skip
+FromPoolWorker = (
+    Enlist | Retire | Load | Done | Failure | Statistics | RandomState | Trace | Held | Snapshots | Resumed | Part
+)  # fmt: skip
 ToPoolWorker = (
     Enlisted | Open | Drop | Credit | Part | Define | Batch | Forget | Seed | Allow | AskStatistics | AskRandomState
-    | RandomState | StartTrace | AskTrace | Stop
+    | RandomState | StartTrace | AskTrace | Halt | AskHeld | AskSnapshots | Regroup | Redo | Resume | Stop
 )  # fmt: skip
