@@ -12,6 +12,7 @@ from _cluster import Cluster, cluster
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
+from dtorch.cli import main
 from dtorch.session import Session, using
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
@@ -115,10 +116,11 @@ def test_killed_workers_change_no_bit_and_harm_no_other_session(session: Session
     def kill_all(step: int) -> None:
         if step == 4:
             victims = {home.process_of(session, device) for device in (0, 1)}
-            for _ in victims:
-                home.process()
             for victim in victims:
                 victim.kill()
+            home.until(lambda: not home.head.workers)
+            for _ in victims:
+                home.process()
 
     assert same(decode(kill_all), undisturbed)
     with using(other):
@@ -126,3 +128,88 @@ def test_killed_workers_change_no_bit_and_harm_no_other_session(session: Session
     other.close()
     ledger = home.head.meter.ledger
     assert home.do(lambda: ledger.sessions[session.number].totals.repeated_ops) == dtorch.statistics().recomputed_ops
+
+
+def test_devices_move_in_the_background_with_live_bytes_only(home: Cluster) -> None:
+    for _ in range(2):
+        home.process("cpu:1")
+    session, other = home.session(home.key("ann")), home.session(home.key("ben"))
+    with using(other):
+        theirs = dtorch.Tensor(torch.arange(6.0), device_mesh=MESH, placements=[Shard(0)])
+        assert theirs.sum().item() == 15.0
+    with using(session):
+        undisturbed = decode(lambda _: None)
+        data = torch.randn(400, 100)
+        x = dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])
+        view = x[:, 3:5]
+        for _ in range(3):
+            dead = x * 2
+        del dead
+        with pytest.raises(dtorch.MeshError, match="no other cpu device for cpu:1"):
+            session.migrate("cpu:1")
+        with pytest.raises(dtorch.MeshError, match="nothing lives on cpu:7"):
+            session.migrate("cpu:7")
+        home.process("cpu:2")
+        live = sum(stats.allocated for stats in dtorch.memory_stats(MESH) if stats.device == "cpu:1")
+        moved = session.migrate("cpu:1")
+        assert moved.devices == ("cpu:1",)
+        assert moved.moved_bytes <= 1.05 * live
+        assert moved.pause_s >= 0
+        assert home.do(lambda: home.head.pool.where(session.number, "cpu", 1)[0]) == 3
+        view.add_(1.0)
+        expected = data.clone()
+        expected[:, 3:5] += 1
+        assert torch.equal(x.to_torch(), expected)
+
+        def move(step: int) -> None:
+            if step == 3:
+                session.migrate("cpu:1", "cpu:0")
+            elif step == 6:
+                session.migrate(["cpu:0", "cpu:1"])
+
+        assert same(decode(move), undisturbed)
+        assert dtorch.statistics().recomputed_ops == 0
+    with using(other):
+        assert theirs.sum().item() == 15.0
+        assert not other.elastic.losses
+    for each in (session, other):
+        each.close()
+
+
+def test_a_drained_worker_leaves_once_all_sessions_have_moved(home: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    asking = ["--head", home.head.url, "--key", home.key("root", "admin")]
+    for _ in range(2):
+        home.process("cpu:1")
+    sessions = [home.session(home.key(name)) for name in ("ann", "ben")]
+    results = []
+    for session in sessions:
+        with using(session):
+            results.append(decode(lambda _: None))
+            session.kept = dtorch.ones(4, device_mesh=MESH, placements=[Shard(0)])  # type: ignore[attr-defined]
+    home.process("cpu:2")
+
+    def drain(step: int) -> None:
+        if step == 4:
+            assert main(["drain", "worker-2", *asking]) == 0
+            home.until(lambda: len(home.head.workers) == 2)
+        elif step == 7:
+            assert main(["drain", "worker-1", *asking]) == 0
+
+    with using(sessions[0]):
+        assert same(decode(drain), results[0])
+        assert dtorch.statistics().recomputed_ops == 0
+        assert not sessions[0].elastic.losses
+    with using(sessions[1]):
+        assert sessions[1].kept.sum().item() == 4.0  # type: ignore[attr-defined]
+        assert same(decode(lambda _: None), results[1])
+    home.until(lambda: list(home.head.workers) == [3])
+    assert main(["drain", "worker-3", *asking]) == 0  # nowhere to go, until another one joins
+    home.process("cpu:2")
+    home.until(lambda: list(home.head.workers) == [4])
+    for session in sessions:
+        with using(session):
+            assert session.kept.sum().item() == 4.0  # type: ignore[attr-defined]
+        session.close()
+    out = capsys.readouterr().out
+    assert "worker-2 leaves once these sessions have moved: 1, 2" in out
+    assert "worker-3 leaves once these sessions have ended: 1, 2; there is nowhere else for them" in out

@@ -380,6 +380,7 @@ class Head:
                 await end.link.attach(link, asked.received)
             else:
                 self._run(self._serve_worker(end))
+                self._use()
             await end.link.wait_left(link)
         except ProtocolError as error:
             await self._refuse(link, str(error), address=request.remote)
@@ -405,12 +406,15 @@ class Head:
         self.meter.joined(member.number)
         self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
         self._tell_devices()
+        return end
+
+    def _use(self) -> None:
+        """A worker has joined: for sessions that have lost one, and for those on workers that drain."""
         for tenancy in list(self.sessions.values()):
             tenancy.find_places()
-        for other in self.pool.members.values():
-            if other.draining:
-                self._vacate(other)
-        return end
+        for member in list(self.pool.members.values()):
+            if member.draining:
+                self._vacate(member)
 
     async def _serve_worker(self, end: WorkerEnd) -> None:
         try:
