@@ -22,7 +22,7 @@ import torch
 from dtorch import policy
 from dtorch.future import TensorFuture
 from dtorch.ops import _op
-from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, is_operator
+from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator
 from dtorch.ops._op import Op
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
@@ -391,6 +391,8 @@ def _binary(op: Op, name: str) -> Callable[..., Any]:
             try:
                 return _run(op, (self, other), {}, _getframe(1))
             except TypeError:
+                if isinstance(other, TENSORS):
+                    raise
                 return NotImplemented
         made = _new(Tensor)
         made._spec = sig.spec
@@ -430,6 +432,8 @@ def _operator(op: Callable[..., Any], name: str) -> Callable[[TorchTensor, Any],
         try:
             return _run(op, (self, other), {}, _getframe(1))
         except TypeError:
+            if isinstance(other, TENSORS):
+                raise
             return NotImplemented
 
     call.__name__ = call.__qualname__ = name

@@ -7,11 +7,15 @@ from sys import _getframe
 from types import FunctionType
 from typing import Any
 
+import torch
+
 from dtorch.ops._op import Op
 from dtorch.ops.table import METHODS, OPS, PUBLIC
 from dtorch.tensor import Tensor
 
 _new = object.__new__
+TENSORS = (torch.Tensor, Tensor)
+"""Operands that are no other type's turn: what is wrong with one of them is said."""
 __tracebackhide__ = True  # as in _ways.py
 
 
@@ -71,6 +75,8 @@ def binary(op: Op) -> Callable[[Tensor, Any], Any]:
             try:
                 return record((self, other), {}, _getframe(1))
             except TypeError:  # as torch's operators do: the other operand's turn, or what Python makes of it
+                if isinstance(other, TENSORS):
+                    raise
                 return NotImplemented
         out = _new(tensor)
         out._spec = sig.spec
@@ -98,6 +104,8 @@ def operator(record: Callable[..., Any], name: str) -> Callable[[Any, Any], Any]
         try:
             return record(self, other) if op is None else op.record((self, other), {}, _getframe(1))
         except TypeError:
+            if isinstance(other, TENSORS):
+                raise
             return NotImplemented
 
     call.__name__ = call.__qualname__ = name
