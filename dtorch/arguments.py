@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, CodeType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dtorch.tensor import Tensor
 
 _LIST, _DICT, _FACE, _END = (f"<{name}>" for name in ("list", "dict", "face", "end"))
 _NUMBERS = (int, float, bool)
+_PLAIN = (int, float, bool, str, type(None))
 _SEQUENCES = (list, tuple, torch.Size)
 _LIBRARIES = ("torch", "dtorch", "numpy", "transformers", "diffusers")
 """Packages whose functions hold no modules of the user's."""
@@ -164,3 +166,97 @@ def modules_of(fn: Any) -> tuple[torch.nn.Module, ...]:
 
     look(fn)
     return tuple(dict.fromkeys(part for root in roots for part in root.modules()))
+
+
+Holder = tuple[str, CellType | dict[str, Any]]
+"""A name that a function uses and what holds its value: a cell of the closure, or a namespace."""
+
+
+def names_of(fn: Any) -> tuple[Holder, ...]:
+    """Names whose tensors and numbers a function may use without being given them: variables of its closure and its
+    globals, of the functions among these too, and attributes of the object that it is a method of."""
+    found: dict[tuple[int, str], Holder] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            look(value.func)
+        elif inspect.ismethod(value):
+            own = getattr(value.__self__, "__dict__", None)
+            if type(own) is dict and not isinstance(value.__self__, torch.nn.Module):
+                hold(own, _attributes(value))
+            look(value.__func__)
+        elif inspect.isfunction(value) and (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                found[id(cell), ""] = (name, cell)
+                look(_held(name, cell))
+            hold(value.__globals__, _names_in(value.__code__))
+
+    def hold(space: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            value = space.get(name)
+            if inspect.isfunction(value) or inspect.ismethod(value):
+                look(value)
+            elif name in space and not isinstance(value, (ModuleType, type, torch.nn.Module)) and not inspect.isbuiltin(value):
+                found[id(space), name] = (name, space)
+
+    look(fn)
+    return tuple(found.values())
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Globals and attributes that the code, and functions made inside it, look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _names_in(constant)
+
+
+def _attributes(method: MethodType) -> set[str]:
+    """Attributes that a method and those which it calls on its object may look up."""
+    found: set[str] = set()
+    left: list[Any] = [method.__func__]
+    while left:
+        code = getattr(left.pop(), "__code__", None)
+        new = set() if code is None else set(_names_in(code)) - found
+        found |= new
+        left += [part for name in new if inspect.isfunction(part := getattr(type(method.__self__), name, None))]
+    return found
+
+
+def _held(name: str, holder: CellType | dict[str, Any]) -> Any:
+    try:
+        return holder.get(name) if isinstance(holder, dict) else holder.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None
+
+
+def key_of_names(names: tuple[Holder, ...], key: list[Any]) -> None:
+    """Append what names stand for to ``key``: which tensor, by its slot, and which number or string."""
+    for name, holder in names:
+        value = _held(name, holder)
+        t = type(value)
+        if t is Tensor:
+            key.append(value._slot)
+        elif t is TorchTensor:
+            key.append(value._native._slot)
+        elif t in _PLAIN:
+            key.append((t, value))
+        else:
+            key.append(None)
+
+
+def facts_of_names(names: tuple[Holder, ...]) -> dict[str, str]:
+    """As ``facts``, for names."""
+    found = {}
+    for name, holder in names:
+        value = _held(name, holder)
+        native = value._native if type(value) is TorchTensor else value
+        if type(native) is Tensor:
+            found[f"tensor {name}"] = f"slot {native._slot}"
+        elif type(value) in _PLAIN:
+            found[f"variable {name}"] = repr(value)[:80]
+    return found

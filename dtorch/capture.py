@@ -25,7 +25,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtorch import policy
-from dtorch.arguments import changes, facts, key_of, modules_of, refuse, tensors_in
+from dtorch.arguments import (
+    Holder,
+    changes,
+    facts,
+    facts_of_names,
+    key_of,
+    key_of_names,
+    modules_of,
+    names_of,
+    refuse,
+    tensors_in,
+)
 from dtorch.face import TorchTensor, faced
 from dtorch.frames import source
 from dtorch.lines import place as line_place
@@ -40,6 +51,8 @@ from dtorch.transport.messages import Definition, Program
 
 MAX_PROGRAMS = 64
 """Programs kept for one function; the one not used for longest goes first."""
+SETTLE_WITHIN = 3
+"""Recordings of a function that leaves tensors behind in which what it reads must come to be the same."""
 WARN_AFTER = 8
 """Recordings of one function after which a warning says what keeps changing."""
 
@@ -57,6 +70,20 @@ class _Recorded:
     writes: bool  # replays change tensors that exist already
 
 
+@dataclass
+class _Unsettled:
+    """A kind of call that leaves tensors behind, which the next call may find: it is recorded until that makes no difference.
+
+    Attributes:
+        recorded: the latest program; None once it was given up, as each call reads what the one before has left.
+        looks: the program itself, and the slots that it uses without being given them.
+    """
+
+    recorded: _Recorded | None
+    looks: Any
+    times: int
+
+
 class Compiled:
     """A function (or module) whose calls replay. Made by :func:`compile`.
 
@@ -72,6 +99,8 @@ class Compiled:
         self._programs: OrderedDict[Any, _Recorded] = OrderedDict()
         self._lock = threading.RLock()
         self._modules = modules_of(fn)
+        self._names: tuple[Holder, ...] | None = None
+        self._unsettled: dict[Any, _Unsettled] = {}
         self._enter = _entrance(fn)
         self._last: dict[str, str] | None = None  # what the recording before depended on
         self.num_recordings = 0
@@ -105,12 +134,20 @@ class Compiled:
         key.append(policy.is_auto())
         if self._modules:
             key.append(tuple([m.training for m in self._modules]))
+        names = self._names
+        if names is None:
+            names = self._names = names_of(self._fn)  # now, that all it refers to is there
+        if names:
+            key_of_names(names, key)
         if recorder.is_capturing or recorder.is_sync:
             return self._run(*args, **kwargs)  # part of an outer program; or op by op, for debugging
         frozen = tuple(key)
         recorded = self._programs.get(frozen)
         if recorded is None:
             with self._lock:
+                before = self._unsettled.get(frozen)
+                if before is not None and before.recorded is None:
+                    return self._run(*args, **kwargs)
                 return self._record(session, frozen, args, kwargs)
         self.num_replays += 1
         if len(self._programs) > 1:
@@ -139,6 +176,7 @@ class Compiled:
         """Forget all programs: the next calls record again. Needed after a parameter was replaced by another tensor."""
         with self._lock:
             self._programs.clear()
+            self._unsettled.clear()
 
     # ---- recording
 
@@ -150,26 +188,28 @@ class Compiled:
         ins = [t._slot for t in inputs]
         self._warn_of_changes(args, kwargs)
         at = source(_getframe(2))
+        linked = set(_alias.LIVE)
         recorder.begin_capture()
         try:
             with _tracing():
                 result = self._run(*args, **kwargs)
             leaves, tree = pytree.tree_flatten(result)
             _check_leaves(leaves)
+            natives = [leaf._native if type(leaf) is TorchTensor else leaf for leaf in leaves]
+            for tensor in natives:
+                if type(tensor) is Tensor and tensor._spec.link != OWN and id(tensor) not in linked:
+                    _alias.cut_loose(tensor)
         except BaseException as error:
             recorder.end_capture()
             if isinstance(error, CaptureError):
                 raise self._explained(error) from None
             raise
         captured = recorder.end_capture()
-        natives = [leaf._native if type(leaf) is TorchTensor else leaf for leaf in leaves]
         made = _Maker(session, captured, ins, inputs, [t for t in natives if type(t) is Tensor], self._fuse)
         sig, pins, positions, writes = made.build()
         specs = tuple(session.respec(t._spec, link=OWN) for t in made.outputs)
         recorded = _Recorded(sig, specs, _finisher(leaves, natives, tree, positions, inputs), writes)
-        self._programs[key] = recorded
-        if len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+        self._keep(key, recorded, made)
         weakref.finalize(recorded, _unpin, weakref.ref(recorder), pins)
         recorder.put(((sig.id, *[t._slot for t in made.outputs], *ins), *at))
         if writes:
@@ -179,6 +219,27 @@ class Compiled:
         self.num_replays += 1
         session.num_programs += 1
         return result
+
+    def _keep(self, key: Any, recorded: _Recorded, made: _Maker) -> None:
+        before = self._unsettled.pop(key, None)
+        if made.kept and (before is None or before.looks != made.looks):
+            times = 1 if before is None else before.times + 1
+            self._unsettled[key] = now = _Unsettled(recorded, made.looks, times)
+            if times > SETTLE_WITHIN:
+                now.recorded = None
+                warnings.warn(
+                    f"{self._name} reads tensors that the call before has put in place of others, which a replay cannot: "
+                    "it runs as if it were not compiled. Write such state in place (state.copy_(new)), or take it as an "
+                    "argument and return it",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            if len(self._unsettled) > MAX_PROGRAMS:
+                self._unsettled.pop(next(iter(self._unsettled)))
+            return
+        self._programs[key] = recorded
+        if len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
 
     def _explained(self, error: CaptureError) -> CaptureError:
         trace = error.__traceback__
@@ -201,7 +262,8 @@ class Compiled:
             "auto_redistribute": policy.is_auto(),
             "train or eval": [m.training for m in self._modules],
         }
-        last, self._last = self._last, facts(self._fn, args, kwargs, around)
+        last = self._last
+        self._last = {**facts(self._fn, args, kwargs, around), **facts_of_names(self._names or ())}
         number = self.num_recordings + 1
         if last is None or number < WARN_AFTER or number & (number - 1):
             return
@@ -314,6 +376,8 @@ class _Maker:
         self._returned = returned
         self._fuse = fuse
         self.outputs: list[Tensor] = []
+        self.kept: list[int] = []  # slots of what was made and is held elsewhere than in the outputs
+        self.looks: Any = None  # what tells this program from others
 
     def build(self) -> tuple[Signature, tuple[int, ...], dict[int, int], bool]:
         """The program's signature, slots to keep while it lives, id of a returned tensor -> output, whether it writes."""
@@ -347,13 +411,14 @@ class _Maker:
                 positions[id(tensor)] = len(self.outputs)
                 self.outputs.append(tensor)
         given = {t._slot for t in self.outputs}
-        kept = [slot for slot in produced if slot not in self._captured.dead and slot not in given]
+        kept = self.kept = [slot for slot in produced if slot not in self._captured.dead and slot not in given]
         lasting = given | set(kept)
         dying: dict[int, list[int]] = {}
         for slot, mesh in produced.items():
             if slot not in lasting:
                 dying.setdefault(mesh, []).append(registers[slot])
         body = _encode((calls, [(mesh, sorted(names)) for mesh, names in dying.items()]))
+        self.looks = body, tuple(external)
         out_layouts = tuple(t._spec.layout for t in self.outputs)
         in_layouts = tuple(t._spec.layout for t in self._inputs)
         extra = {"random": True} if random else {}
@@ -390,10 +455,14 @@ def _unpin(recorder: weakref.ref[Recorder], pins: tuple[int, ...]) -> None:
 def compile(fn: Callable[..., Any] | None = None, *, fuse: bool = False) -> Any:
     """Record ``fn`` once per kind of input; later calls send one message and workers replay what was recorded.
 
-    A kind is: the specs of tensor arguments, the values of all others, the mesh and policy in force, and train or eval of the
-    modules that the function is, closes over or names. Outputs are fresh tensors. Parameters and caches are used by
-    reference; ops in place on them happen at each replay, random ops draw on. At most 64 kinds are kept; a warning names the
-    argument that keeps changing. Use it as ``@dtorch.compile``, ``@dtorch.compile(fuse=True)`` or ``dtorch.compile(model)``.
+    A kind is: the specs of tensor arguments, the values of all others, the mesh and policy in force, train or eval of the
+    modules that the function is, closes over or names, and which tensors, numbers and strings the variables hold that it closes
+    over or names (globals, and attributes of the object whose method it is). What lies deeper, such as in a list, is looked at
+    while recording only. Outputs are fresh tensors. Parameters and caches are used by reference; ops in place on them happen
+    at each replay, random ops draw on. A function that leaves tensors behind (in a list, an attribute) is recorded anew until
+    what it reads stays the same; where each call reads what the one before left, it is not replayed, which a warning says. At
+    most 64 kinds are kept; a warning names the argument that keeps changing. Use it as ``@dtorch.compile``,
+    ``@dtorch.compile(fuse=True)`` or ``dtorch.compile(model)``.
 
     Args:
         fn: a function or module, also one that ``distribute`` was given. It takes tensors of either face, numbers, strings,

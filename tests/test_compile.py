@@ -82,6 +82,89 @@ def test_what_the_function_leaves_behind_is_kept_up_to_date() -> None:
     assert kept["last"].tolist() == [12.0, 12.0]
 
 
+def test_state_that_is_made_at_the_first_call_is_made_once() -> None:
+    cache: dict[str, dtorch.Tensor] = {}
+
+    def step(x: dtorch.Tensor) -> dtorch.Tensor:
+        if "sum" not in cache:
+            cache["sum"] = dtorch.zeros_like(x)
+        cache["sum"].add_(x)
+        return cache["sum"] * 1.0
+
+    compiled = dtorch.compile(step)
+    x = on_mesh(torch.ones(2))
+    assert [compiled(x).tolist() for _ in range(4)] == [[float(n)] * 2 for n in range(1, 5)]
+    assert (compiled.num_recordings, compiled.num_replays) == (2, 4)
+
+
+def test_state_that_is_replaced_in_each_call_is_not_replayed() -> None:
+    state = [on_mesh(torch.zeros(2))]
+
+    def step(x: dtorch.Tensor) -> dtorch.Tensor:
+        state[0] = state[0] + x
+        return state[0] * 1.0
+
+    compiled = dtorch.compile(step)
+    x = on_mesh(torch.ones(2))
+    with pytest.warns(RuntimeWarning, match="step reads tensors that the call before has put in place of others"):
+        found = [compiled(x).tolist() for _ in range(6)]
+    assert found == [[float(n)] * 2 for n in range(1, 7)]
+
+
+class Accumulator:
+    def __init__(self) -> None:
+        self.sum = on_mesh(torch.zeros(2))
+        self.scale = 1.0
+
+    def step(self, x: dtorch.Tensor) -> dtorch.Tensor:
+        return self.add(x) * self.scale
+
+    def add(self, x: dtorch.Tensor) -> dtorch.Tensor:
+        return self.sum + x
+
+
+SHIFT = 1.0
+
+
+def shifted(x: dtorch.Tensor) -> dtorch.Tensor:
+    return x + SHIFT
+
+
+def test_variables_that_hold_something_else_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = on_mesh(torch.ones(2))
+    weight, scale = on_mesh(torch.full((2,), 2.0)), 1.0
+    closed = dtorch.compile(lambda x: shifted(x) * weight * scale)
+    assert closed(x).tolist() == [4.0, 4.0]
+    weight = on_mesh(torch.full((2,), 3.0))
+    assert closed(x).tolist() == [6.0, 6.0]
+    scale = 2.0
+    assert closed(x).tolist() == [12.0, 12.0]
+    monkeypatch.setitem(globals(), "SHIFT", 2.0)
+    assert closed(x).tolist() == [18.0, 18.0]
+    assert closed(x).tolist() == [18.0, 18.0]
+    assert closed.num_recordings == 4
+
+    own = Accumulator()
+    step = dtorch.compile(own.step)
+    assert step(x).tolist() == [1.0, 1.0]
+    own.sum = on_mesh(torch.full((2,), 4.0))
+    assert step(x).tolist() == [5.0, 5.0]
+    own.scale = 0.5
+    assert step(x).tolist() == [2.5, 2.5]
+    assert (step(x).tolist(), step.num_recordings) == ([2.5, 2.5], 3)
+
+
+def test_a_variable_that_keeps_changing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = dtorch.compile(shifted)
+    x = on_mesh(torch.ones(2))
+    for number in range(1, 8):
+        monkeypatch.setitem(globals(), "SHIFT", float(number))
+        assert compiled(x).tolist() == [1.0 + number] * 2
+    monkeypatch.setitem(globals(), "SHIFT", 8.0)
+    with pytest.warns(RuntimeWarning, match=r"variable SHIFT: 7\.0 -> 8\.0"):
+        compiled(x)
+
+
 def test_captured_tensors_outlive_the_clients_own() -> None:
     def make() -> dtorch.capture.Compiled:
         weight = on_mesh(torch.full((3,), 7.0))
@@ -296,8 +379,21 @@ def test_a_view_that_a_replay_returns_is_a_tensor_of_its_own() -> None:
     x = on_mesh(torch.arange(4.0), Shard(0))
     outs = [compiled(x) for _ in range(2)]
     x.zero_()
-    assert outs[1].tolist() == [1.0, 2.0]
-    assert (outs[1] + 1.0).tolist() == [2.0, 3.0]
+    for out in outs:
+        assert out.tolist() == [1.0, 2.0]
+        assert (out + 1.0).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_a_view_shows_what_was_written_after_it_was_made(placement: dtorch.Placement) -> None:
+    def fn(x: dtorch.Tensor) -> dtorch.Tensor:
+        view = x[1:3]
+        x.add_(1.0)
+        return view
+
+    compiled = dtorch.compile(fn)
+    x = on_mesh(torch.zeros(4), placement)
+    assert [compiled(x).tolist() for _ in range(3)] == [[float(n)] * 2 for n in range(1, 4)]
 
 
 def test_recordings_are_counted_and_bounded() -> None:

@@ -226,6 +226,14 @@ def refresh(tensor: Tensor) -> bool:
     return True
 
 
+def cut_loose(tensor: Tensor) -> None:
+    """Let a linked tensor keep what it shows now: from here on it looks at nothing."""
+    refresh(tensor)
+    LIVE.pop(id(tensor), None)
+    tensor._link = None
+    tensor._spec = tensor._spec.session.respec(tensor._spec, link=OWN)
+
+
 def refresh_all(tensors: Sequence[Tensor]) -> bool:
     """As :func:`refresh`, for all; whether any was stale."""
     stale = [t for t in tensors if t._spec.link == STALE]

@@ -449,6 +449,8 @@ class Server:
             hello = await self._greet(link)
             if hello is not None:
                 await self._on_link(link, hello)
+        except ConnectionLostError as error:  # the peer has ended, or this side is about to
+            logger.debug("a link was lost: %s", error)
         except Exception:
             logger.exception("the handler of a link failed")
             await link.close("internal error", WSCloseCode.INTERNAL_ERROR)
