@@ -139,8 +139,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     op = _PUBLIC.get(name)
     if op is not None:
-        globals()[name] = op
-        return op
+        globals()[name] = made = getattr(op, "function", op)
+        return made
     if name in _SUBMODULES:
         return importlib.import_module(f"dtorch.{name}")
     value = getattr(_torch, name, None)

@@ -12,7 +12,8 @@ Foreign code knows no placements, so an op on this face moves its inputs to wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from sys import _getframe
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ from dtorch.future import TensorFuture
 from dtorch.ops import _op
 from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator
 from dtorch.ops._op import Op
+from dtorch.ops._ways import LEADING, Way, find_way, put
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
+from dtorch.runtime.recorder import Signature
 from dtorch.session import current_session
-from dtorch.tensor import TORCH, Tensor, missing
+from dtorch.tensor import TORCH, Tensor, device_of, missing
 from dtorch.together import are_apart, brought_together
 from dtorch.transport.errors import MeshError
 
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from dtorch.placement import Placement
 
 _make = torch.Tensor._make_wrapper_subclass
-_devices: dict[str, torch.device] = {kind: torch.device(kind) for kind in ("cpu", "cuda")}
 _auto = policy._auto
 _Plain = torch._C.DisableTorchFunctionSubclass
 _new = object.__new__
@@ -119,11 +121,7 @@ class TorchTensor(torch.Tensor, TensorFuture):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
-        plain = _written(func, args, kwargs)
-        if plain is not None:
-            return _write_plain(op, plain, args, kwargs or {})
-        return _run(op, args, kwargs or {}, _getframe(1))
+        return answer(func, args, kwargs or _NONE, _getframe(1))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without its first argument
@@ -145,17 +143,29 @@ def faced(tensor: Tensor) -> TorchTensor:
     spec = tensor._spec
     # by position: keywords cost a quarter more
     made: TorchTensor = _make(
-        TorchTensor, spec.shape, None, None, None, spec.dtype, torch.strided, _device(spec.mesh.device_type)
+        TorchTensor, spec.shape, None, None, None, spec.dtype, torch.strided, device_of(spec.mesh.device_type)
     )
     made._native = tensor
     return made
 
 
-def _device(kind: str) -> torch.device:
-    known = _devices.get(kind)
-    if known is None:
-        known = _devices[kind] = torch.device(kind)
-    return known
+def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
+    """What ``func``, a function of torch, gives for arguments with torch faces among them."""
+    record = _records.get(func)
+    if record is not None:
+        return record(args, kwargs, frame)
+    op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
+    if type(op) is Op and op.writes is None and not op.short_name.endswith("_"):
+        _records[func] = _recorder(op)
+    plain = _written(func, args, kwargs)
+    if plain is not None:
+        return _write_plain(op, plain, args, kwargs)
+    return _run(op, args, kwargs, frame)
+
+
+_NONE: dict[str, Any] = {}
+_records: dict[Any, Callable[..., Any]] = {}
+"""torch function that writes into none of its arguments -> the quick way through its op."""
 
 
 # ---- in and out
@@ -188,13 +198,84 @@ def _wrap(value: Any) -> Any:
     return value
 
 
-def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
-    """Call ``op`` on the native tensors, with placements repaired where need be, and answer in kind."""
+def _recorder(op: Op) -> Callable[..., Any]:
+    """``op.record`` for calls with torch faces, of an op that writes into no argument: as ``Ways`` has it for native tensors,
+    with its ways. Patterns are those of the arguments as they come; what they do not know goes through ``_run``."""
+    found = op.ways.faced
+
+    def record(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
+        if kwargs:
+            values = (*args, *kwargs.values())
+            kinds = (*kwargs, *map(type, values))
+        else:
+            values, kinds = args, tuple(map(type, args))
+        known = found.get(kinds)
+        if known is None:
+            if "out" in kwargs:
+                plain = _written(None, args, kwargs)
+                return _run(op, args, kwargs, frame) if plain is None else _write_plain(op, plain, args, kwargs)
+            known = found[kinds] = _faced_way(op, args, kwargs), op.new_cache()
+        way, cache = known
+        key, ins = way(values)
+        sig = cache.get(key)
+        if sig is None:
+            return _run(op, args, kwargs, frame, cache, key)
+        made = put(op, sig, ins, (), frame if frame is not None else _getframe(1))
+        return faced(made) if type(made) is Tensor else _wrap(made)
+
+    return record
+
+
+def _faced_way(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
+    """As ``find_way``, for arguments some of which have the torch face."""
+    native = find_way(op, tuple(map(_unwrap, args)), _unwrap(kwargs))
+    num = _NUM_LEADING.get(native)
+    values = (*args, *kwargs.values())
+    if num is not None and all(type(value) is TorchTensor for value in values[:num]):
+        return _LEADING_FACES[num]
+    return lambda values: native(tuple([_unwrap(value) for value in values]))
+
+
+def _one_face(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a = values[0]._native
+    return (a._spec, values[1:]), (a._slot,)
+
+
+def _two_faces(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a, b = values[0]._native, values[1]._native
+    return (a._spec, b._spec, values[2:]), (a._slot, b._slot)
+
+
+def _three_faces(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a, b, c = values[0]._native, values[1]._native, values[2]._native
+    return (a._spec, b._spec, c._spec, values[3:]), (a._slot, b._slot, c._slot)
+
+
+_LEADING_FACES: dict[int, Way] = {1: _one_face, 2: _two_faces, 3: _three_faces}
+_NUM_LEADING = {LEADING[num]: num for num in _LEADING_FACES}
+
+
+def _run(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: FrameType | None,
+    cache: dict[Any, Signature] | None = None,
+    key: Any = None,
+) -> Any:
+    """Call ``op`` on the native tensors, with placements repaired where need be, and answer in kind.
+
+    Args:
+        cache: of an op: where its signature is to be found next time, under ``key``.
+    """
     own = [a._native if type(a) is TorchTensor else _unwrap(a) if type(a) in _NESTED else a for a in args]
     named = {k: _unwrap(v) for k, v in kwargs.items()} if kwargs else kwargs
     try:
         if type(op) is Op:
-            result = op.record_repairing(tuple(own), named, frame)
+            if cache is None:
+                result = op.record_repairing(tuple(own), named, frame)
+            else:
+                result = op.ways.slowly_repairing(tuple(own), named, frame or _getframe(1), cache, key)
             if op.writes is None and type(result) is Tensor and "out" not in kwargs:
                 return faced(result)
         else:
@@ -236,9 +317,9 @@ _op.mixed = _mixed
 # ---- plain tensors that are written into
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> torch.Tensor | None:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The plain tensor that a call would write into, if any."""
-    target = kwargs["out"] if kwargs and "out" in kwargs else args[0] if args and _is_write(func) else None
+    target = kwargs["out"] if "out" in kwargs else args[0] if args and _is_write(func) else None
     return target if isinstance(target, torch.Tensor) and type(target) is not TorchTensor else None
 
 
@@ -355,9 +436,15 @@ _OWN = frozenset(_OWN_NAMES.split())
 """What makes a class what it is, and is not forwarded."""
 
 
+_FACTS = frozenset({"shape", "dtype", "device", "ndim", "device_mesh", "placements"})
+"""Properties that are read often, give no tensors and are not set."""
+
+
 def _op_method(op: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
-        return _run(op, (self, *args), kwargs, _getframe(1))
+    record = _recorder(op) if type(op) is Op and op.writes is None else partial(_run, op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return record(args, kwargs, _getframe(1))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = op.__doc__
@@ -417,6 +504,8 @@ def _forward(name: str) -> Callable[..., Any]:
 def _forward_property(name: str, own: property) -> property:
     read = own.fget
     assert read is not None, name
+    if name in _FACTS:
+        return property(attrgetter(f"_native.{name}"), doc=own.__doc__)
 
     def get(self: TorchTensor) -> Any:
         return _wrap(read(self._native))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from dtorch import creation
-from dtorch.face import faced
+from dtorch.face import TorchTensor, answer, faced
 from dtorch.mesh import DeviceMesh, current_mesh, on_enter, on_exit
 from dtorch.tensor import TORCH, Tensor
 
@@ -128,6 +129,8 @@ class FaceMode(TorchFunctionMode):
     ) -> Any:
         make = _SHAPED.get(func)
         if make is None:
+            if types == _FACES and not _num_modes():  # nobody else is to be asked: without torch's way there
+                return answer(func, args, kwargs or _NONE, _getframe(1))
             return func(*args, **kwargs) if kwargs else func(*args)
         given = dict(kwargs or {})
         device = given.pop("device", None)
@@ -137,6 +140,9 @@ class FaceMode(TorchFunctionMode):
         return faced(make(*args, device_mesh=self.mesh, **given))
 
 
+_FACES = (TorchTensor,)
+_NONE: dict[str, Any] = {}
+_num_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _SHAPED: dict[Any, Callable[..., Any]] = {factory.fn: factory for factory in creation.FACTORIES.values()}
 
 

@@ -7,6 +7,7 @@ with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dtorch.spec import Spec
+
+
+@cache
+def device_of(kind: str) -> torch.device:
+    """``torch.device(kind)``, which torch makes anew each time."""
+    return torch.device(kind)
 
 
 class Tensor(TensorFuture):
@@ -105,7 +112,7 @@ class Tensor(TensorFuture):
     @property
     def device(self) -> torch.device:
         """Kind of the mesh's devices, without an index: the tensor is on all of them."""
-        return torch.device(self._spec.mesh.device_type)
+        return device_of(self._spec.mesh.device_type)
 
     @property
     def ndim(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import dtorch
@@ -70,6 +71,29 @@ def test_ops_answer_in_kind(x: Any, call: Any) -> None:
     assert type(made) is TorchTensor
     assert_close(made.to_torch(), call(A))
     assert made.shape == call(A).shape
+
+
+def test_equal_numbers_of_other_types_are_other_calls(x: Any) -> None:
+    """1, True and 1.0 are equal as keys of a dict, and torch takes only some of them."""
+    for value in (1, True, 1.0):
+        assert torch.equal(x.long().mul(value).to_torch(), A.long().mul(value))
+        assert x.long().mul(value).dtype == A.long().mul(value).dtype
+    assert torch.equal(x.sum(1).to_torch(), A.sum(1))
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            x.sum(1.0)
+
+
+def test_calls_of_one_pattern_are_told_apart(x: Any) -> None:
+    """The quick ways know a call by the types of its arguments: what else differs makes another result all the same."""
+    for _ in range(2):
+        for dim, keepdim in ((0, True), (1, False), (-1, True)):
+            assert_close(x.mean(dim, keepdim=keepdim).to_torch(), A.mean(dim, keepdim=keepdim))
+        assert_close(torch.mean(x, dim=1, dtype=torch.float64).to_torch(), A.mean(1, dtype=torch.float64))
+        assert torch.equal(torch.clamp(x, min=1).to_torch(), A.clamp(min=1))
+        assert torch.equal(torch.clamp(x, max=1).to_torch(), A.clamp(max=1))
+        assert torch.equal(x.add(1.5).to_torch(), A + 1.5)
+        assert torch.equal(x.add(2.5).to_torch(), A + 2.5)
 
 
 def test_native_and_faced_together_answer_torch_faced(x: Any) -> None:
@@ -192,3 +216,27 @@ def test_made_from_data(mesh: DeviceMesh) -> None:
     assert made.placements == (Replicate(),)
     assert TorchTensor(made) is made
     assert repr(made) == repr(made.native)
+
+
+class Seen(TorchFunctionMode):
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_modes_are_asked_inside_a_distributed_module(mesh: DeviceMesh) -> None:
+    """A forward's ops on faces skip torch's way to them, but for modes that stand around the call."""
+    module = dtorch.distribute(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.SiLU()), mesh, "auto")
+    plain = copy.deepcopy(module)  # faces; its values are read below
+    with Seen() as seen:
+        out = module(A)
+    assert {"linear", "silu"} <= set(seen.names)
+    weight, bias = (p.to_torch() for p in plain.parameters())  # type: ignore[operator]  # torch-faced
+    assert_close(out.to_torch(), F.silu(F.linear(A, weight, bias)))
+    assert torch.equal(module(A).to_torch(), out.to_torch())

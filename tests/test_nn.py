@@ -376,6 +376,23 @@ def test_layer_is_torchs(name: str) -> None:
     assert_close(out.to_torch(), expected)
 
 
+@pytest.mark.parametrize(
+    "theirs", [torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.RMSNorm(4), torch.nn.Embedding(4, 4)]
+)
+def test_a_layer_takes_what_stands_in_its_weights_place(theirs: torch.nn.Module) -> None:
+    """As pruning and parametrizations leave it: an attribute that is no parameter."""
+    with tp_mesh(1) as mesh:
+        sizes = (4, 4) if isinstance(theirs, (torch.nn.Linear, torch.nn.Embedding)) else (4,)
+        ours = getattr(nn, type(theirs).__name__)(*sizes)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.arange(4) if isinstance(theirs, torch.nn.Embedding) else torch.arange(16.0).reshape(4, 4)
+    for module in (ours, theirs):
+        weight = module._parameters.pop("weight")
+        assert weight is not None
+        module.weight = (weight * 2).detach()
+    assert torch.equal(ours(on(mesh, x)).to_torch(), theirs(x))
+
+
 def test_embedding_layer() -> None:
     mesh = tp_mesh(2)
     torch.manual_seed(5)

@@ -15,9 +15,8 @@ _expand.register(torch.functional)
 
 
 def __getattr__(name: str) -> Any:
-    found = FUNCTIONAL.get(name)
-    if found is None:
-        found = getattr(_torch, name)
+    found: Any = FUNCTIONAL.get(name)
+    found = getattr(_torch, name) if found is None else getattr(found, "function", found)
     globals()[name] = found
     return found
 

@@ -14,7 +14,7 @@ import torch
 from dtorch.creation import empty, target_mesh
 from dtorch.mesh import DeviceMesh
 from dtorch.nn.module import Parameter, is_init_skipped, layer
-from dtorch.ops.redistribute import redistribute
+from dtorch.ops.redistribute import placed
 from dtorch.placement import Partial, Placement, Replicate, Shard
 from dtorch.runtime.layout import split
 from dtorch.spec import Spec
@@ -58,7 +58,7 @@ class _Move:
             wanted = self._known[spec] = self._wanted(spec, dim, block)
             if len(self._known) > 1024:
                 self._known.clear()
-        return x if wanted is None else redistribute(x, wanted)
+        return x if wanted is None else placed(x, wanted)
 
     @staticmethod
     def _wanted(spec: Spec, dim: int | None, block: int) -> tuple[Placement, ...] | None:

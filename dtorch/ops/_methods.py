@@ -32,18 +32,6 @@ def method(record: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def op_method(op: Op, name: str) -> Callable[..., Any]:
-    record = op.record
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        return record((self, *args), kwargs, _getframe(1))
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = op.__doc__
-    return call
-
-
 def binary(op: Op) -> Callable[[Tensor, Any], Any]:
     """The hot path: an operator of two tensors, or of a tensor and a number, whose signature is known.
 
@@ -138,7 +126,7 @@ def _attach() -> None:
             if is_operator(name):
                 setattr(Tensor, name, operator(record, name))
             else:
-                setattr(Tensor, name, op_method(record, name) if isinstance(record, Op) else method(record, name))
+                setattr(Tensor, name, record.function if isinstance(record, Op) else method(record, name))
     for name, target in _BINARY.items():
         op = OPS.get(f"torch.{target}")
         if op is not None:

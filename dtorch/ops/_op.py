@@ -56,6 +56,7 @@ class Op:
         is_view: the result shares memory with input 0 where it is computed without communication.
         mutates: which inputs a call writes into beside its results without torch saying so; others are found by themselves.
         stand_in: what infers shapes in place of ``fn``, for ops whose shapes depend on values.
+        function: the op as a plain function, which is called sooner than this object and binds as a method.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class Op:
         self.mutates = mutates
         self.stand_in = stand_in
         self.cache: dict[Any, Signature] = {}
-        self._ways = Ways(self)
-        self.record, self.record_repairing = self._ways.record, self._ways.record_repairing
+        self.ways = Ways(self)
+        self.record, self.record_repairing = self.ways.record, self.ways.record_repairing
         self.repairs: dict[Any, Any] = {}  # under the policy: what ``_repaired`` takes; calls with out= that were tried
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
         self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
+        self.function = self._function(self.record)
 
     @property
     def short_name(self) -> str:
@@ -103,18 +105,27 @@ class Op:
 
     def new_cache(self) -> dict[Any, Signature]:
         """A cache for the keys of a function that stands before this op; emptied with the op's own."""
-        return self._ways.new_cache()
+        return self.ways.new_cache()
 
     def forget(self) -> None:
         """Empty all caches."""
         self.cache.clear()
         self.repairs.clear()
-        self._ways.clear()
+        self.ways.clear()
 
     # ---- recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.record(args, kwargs, _getframe(1))
+
+    def _function(self, record: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            return record(args, kwargs, _getframe(1))
+
+        call.__name__ = call.__qualname__ = self.__name__
+        call.__doc__ = self.__doc__
+        return call
 
     def slowly(
         self,

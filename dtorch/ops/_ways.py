@@ -23,8 +23,8 @@ from dtorch.tensor import Tensor
 if TYPE_CHECKING:
     from dtorch.ops._op import Op
 
-Way = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...]]]
-"""(args, kwargs) -> (key in the pattern's cache; slots of the tensors, then the numbers). Key None: call ``slowly``."""
+Way = Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
+"""Values of the arguments -> (key in the pattern's cache; slots of tensors, then the numbers). Key None: call ``slowly``."""
 
 STATIC = frozenset(
     {type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
@@ -40,20 +40,25 @@ class Ways:
     """The patterns that one op has met.
 
     Attributes:
+        faced: pattern with torch faces -> (its way, its cache); see ``face.py``.
         record: ``record(args, kwargs, frame)`` records one call of the op; the result is known by shape, its value comes
             later. ``frame`` is the caller's, from which the user's line is found.
         record_repairing: the same as inside ``auto_redistribute()``.
+        slowly_repairing: ``Op.slowly`` inside ``auto_redistribute()``.
     """
 
     def __init__(self, op: Op) -> None:
         self._found: dict[Any, tuple[Way, dict[Any, Signature]]] = {}
+        self.faced: dict[Any, tuple[Way, dict[Any, Signature]]] = {}
         self._tensors: dict[Any, Signature] = {}  # of calls of up to three tensors, or of a tensor and one or two ints
         self._caches = [self._tensors]
         self.record = self._make(op, op.slowly)
-        self.record_repairing = self._make(op, auto_redistribute()(op.slowly))
+        self.slowly_repairing = auto_redistribute()(op.slowly)
+        self.record_repairing = self._make(op, self.slowly_repairing)
 
     def clear(self) -> None:
         self._found.clear()
+        self.faced.clear()
         for cache in self._caches:
             cache.clear()
 
@@ -72,8 +77,10 @@ class Ways:
             kinds: Any = None
             ins: tuple[Any, ...]
             cache = of_tensors
+            values = args
             if kwargs:
-                kinds = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+                values = (*args, *kwargs.values())
+                kinds = (*kwargs, *map(type, values))
             elif len(args) == 2:
                 a, b = args
                 kind, last = type(a), type(b)
@@ -91,31 +98,47 @@ class Ways:
             elif len(args) == 3:
                 a, b, c = args
                 kind, middle, last = type(a), type(b), type(c)
-                if kind is tensor and middle is tensor is last:
-                    key, ins = (a._spec, b._spec, c._spec), (a._slot, b._slot, c._slot)
-                elif kind is tensor and middle is int is last and no_numbers:
+                if kind is tensor and middle is int is last and no_numbers:
                     key, ins = (a._spec, b, c), (a._slot,)
+                elif kind is tensor and middle is tensor is last:
+                    key, ins = (a._spec, b._spec, c._spec), (a._slot, b._slot, c._slot)
                 else:
                     kinds = kind, middle, last
             else:
-                kinds = (*map(type, args),)
+                kinds = tuple(map(type, args))
             if kinds is not None:
                 known = found.get(kinds)
                 if known is None:
                     known = found[kinds] = find_way(op, args, kwargs), {}
                 way, cache = known
-                key, ins = way(args, kwargs)
+                key, ins = way(values)
             sig = cache.get(key)
             if sig is None:
                 __tracebackhide__ = True
                 return slowly(args, kwargs, frame, cache, key)
-            return put(op, sig, ins, args, frame)
+            if sig.shape != ONE or sig.has_ints:
+                return op.emit(sig, ins, source(frame), args)
+            try:
+                slot = sig.take()
+            except IndexError:
+                if sig.recorder.is_sync:  # which may begin at any time, and lends no slots ahead
+                    return op.emit(sig, ins, source(frame), args)
+                slot = sig.recorder.grant()
+            code = frame.f_code
+            if INSIDE.get(code.co_filename) is False:
+                sig.put(((sig.id, slot, *ins), code, frame.f_lasti))
+            else:
+                sig.put(((sig.id, slot, *ins), *source(frame)))
+            out = _new(tensor)
+            out._spec = sig.spec
+            out._slot = slot
+            return out
 
         return record
 
 
 def put(op: Op, sig: Signature, ins: tuple[Any, ...], args: tuple[Any, ...], frame: FrameType) -> Any:
-    """Record a call whose signature is known: the last part of ``record``.
+    """Record a call whose signature is known, as the last part of ``record`` does.
 
     Args:
         ins: slots of the inputs, then the numbers.
@@ -125,7 +148,7 @@ def put(op: Op, sig: Signature, ins: tuple[Any, ...], args: tuple[Any, ...], fra
     try:
         slot = sig.take()
     except IndexError:
-        if sig.recorder.is_sync:  # which may begin at any time, and lends no slots ahead
+        if sig.recorder.is_sync:
             return op.emit(sig, ins, source(frame), args)
         slot = sig.recorder.grant()
     code = frame.f_code
@@ -165,9 +188,9 @@ def find_way(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
             return _of_list(sequences[0], _picker(statics))
         return _unknown
     leading = tensors == [*range(len(tensors))]
-    if leading and not kwargs and not sequences and not numbers and len(tensors) <= len(_LEADING):
-        return _LEADING[len(tensors)]
-    if leading and not kwargs and not sequences and not statics and len(tensors) == 1:
+    if leading and not sequences and not numbers and len(tensors) <= len(LEADING):
+        return LEADING[len(tensors)]
+    if leading and not sequences and not statics and len(tensors) == 1:
         return _one_and_numbers
     return _mixed(_picker(tensors), _picker(numbers), _picker(statics), _picker(sequences))
 
@@ -179,34 +202,40 @@ def _picker(at: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(*at)
 
 
-def _unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def _unknown(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     return None, ()
 
 
-# ---- up to three tensors, and after them static arguments: unpacked by hand, which is what makes them quick
+# ---- up to four tensors, and after them static arguments: unpacked by hand, which is what makes them quick
 
 
-def _one_and_statics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    a = args[0]
-    return (a._spec, args[1:]), (a._slot,)
+def _one_and_statics(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a = values[0]
+    return (a._spec, values[1:]), (a._slot,)
 
 
-def _two_and_statics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    a, b = args[:2]
-    return (a._spec, b._spec, args[2:]), (a._slot, b._slot)
+def _two_and_statics(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a, b = values[0], values[1]
+    return (a._spec, b._spec, values[2:]), (a._slot, b._slot)
 
 
-def _three_and_statics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    a, b, c = args[:3]
-    return (a._spec, b._spec, c._spec, args[3:]), (a._slot, b._slot, c._slot)
+def _three_and_statics(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a, b, c = values[0], values[1], values[2]
+    return (a._spec, b._spec, c._spec, values[3:]), (a._slot, b._slot, c._slot)
 
 
-_LEADING: dict[int, Way] = {1: _one_and_statics, 2: _two_and_statics, 3: _three_and_statics}
+def _four_and_statics(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a, b, c, d = values[0], values[1], values[2], values[3]
+    return (a._spec, b._spec, c._spec, d._spec, values[4:]), (a._slot, b._slot, c._slot, d._slot)
 
 
-def _one_and_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    a, *numbers = args
-    return a._spec, (a._slot, *numbers)
+LEADING: dict[int, Way] = {1: _one_and_statics, 2: _two_and_statics, 3: _three_and_statics, 4: _four_and_statics}
+"""Number of leading tensors -> the way of calls where nothing but static arguments follows them."""
+
+
+def _one_and_numbers(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    a = values[0]
+    return a._spec, (a._slot, *values[1:])
 
 
 # ---- any others
@@ -219,8 +248,7 @@ def _mixed(
     sequences: Callable[[Any], tuple[Any, ...]],
 ) -> Way:
 
-    def way(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        values = (*args, *kwargs.values()) if kwargs else args
+    def way(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         own = tensors(values)
         key: Any = (*map(_spec, own), statics(values))
         for sequence in sequences(values):
@@ -237,11 +265,15 @@ def _of_list(place: int, statics: Callable[[Any], tuple[Any, ...]]) -> Way:
     """One list or tuple of tensors, such as ``cat`` takes, and beside it static arguments."""
     native = {Tensor}
 
-    def way(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        values = (*args, *kwargs.values()) if kwargs else args
+    def way(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         own = values[place]
+        if len(own) == 2:
+            a, b = own
+            if type(a) is Tensor is type(b):
+                return (a._spec, b._spec, statics(values)), (a._slot, b._slot)
+            return None, ()
         if {*map(type, own)} != native:
             return None, ()
-        return (statics(values), *map(_spec, own)), (*map(_slot, own),)
+        return (*map(_spec, own), statics(values)), tuple(map(_slot, own))
 
     return way

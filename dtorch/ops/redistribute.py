@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from sys import _getframe
+from types import FrameType
 
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
@@ -14,7 +15,8 @@ from dtorch.tensor import Tensor
 from dtorch.transport.errors import PlacementError
 from dtorch.transport.messages import Definition
 
-_signatures: dict[tuple[Spec, DeviceMesh, tuple[Placement, ...]], Signature] = {}
+_signatures: dict[tuple[Spec, DeviceMesh | None, tuple[Placement, ...]], Signature] = {}
+"""(spec, target mesh or None for its own, placements) -> how to record that move."""
 _new = object.__new__
 
 
@@ -46,13 +48,23 @@ def redistribute(
 
         refresh(tensor)
         spec = tensor._spec
-    key = (spec, mesh, wanted)
+    key = (spec, None if mesh == spec.mesh else mesh, wanted)
     sig = _signatures.get(key)
     if sig is None:
         sig = _signatures[key] = _define(spec, mesh, wanted)
+    return _record(sig, tensor, _getframe(1))
+
+
+def placed(tensor: Tensor, wanted: tuple[Placement, ...]) -> Tensor:
+    """``redistribute`` on the tensor's own mesh, to placements that need no check: those of a tensor of as many dims."""
+    sig = _signatures.get((tensor._spec, None, wanted))
+    return redistribute(tensor, wanted) if sig is None else _record(sig, tensor, _getframe(1))
+
+
+def _record(sig: Signature, tensor: Tensor, frame: FrameType) -> Tensor:
     recorder = sig.recorder
     slot = recorder.slot()
-    sig.put(((sig.id, slot, tensor._slot), *source(_getframe(1))))
+    sig.put(((sig.id, slot, tensor._slot), *source(frame)))
     out = _new(Tensor)
     out._spec = sig.spec
     out._slot = slot
