@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import dtorch
-from dtorch.cluster.remote import Target, trust
+from dtorch.cluster.remote import Target
 from dtorch.session import Session, using
+from dtorch.transport.dial import trust
 from dtorch.wiring import Options
 
 PAGE = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text("utf-8")

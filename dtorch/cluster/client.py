@@ -48,7 +48,8 @@ def cluster_options(
     sync: bool | None = None,
 ) -> Options:
     """Options of a session that uses a head's workers; arguments as for :func:`connect`."""
-    from dtorch.cluster.remote import Target, trust
+    from dtorch.cluster.remote import Target
+    from dtorch.transport.dial import trust
 
     url = url or os.environ.get("DTORCH_HEAD", "")
     api_key = api_key or os.environ.get("DTORCH_API_KEY", "")

@@ -7,7 +7,6 @@ import asyncio
 import http.client
 import os
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -76,7 +75,7 @@ def _add_head(commands: Any) -> None:
     head.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
     head.add_argument("--worker-grace", type=float, default=0.8, metavar="S", help="the same of a worker (0.8)")
     head.add_argument(
-        "--frozen", type=float, default=10.0, metavar="S", help="a worker that answers nothing for S seconds is lost (10)"
+        "--silent", type=float, default=3.0, metavar="S", help="a worker whose host says nothing for S seconds is lost (3)"
     )
     head.add_argument(
         "--replace", type=float, default=30.0, metavar="S",
@@ -98,7 +97,7 @@ def _head(chosen: argparse.Namespace) -> int:
         raise ValueError("--tls-cert and --tls-key go together")
     options = Options(
         host.strip("[]"), int(port), chosen.tls_cert, chosen.tls_key, chosen.keys, chosen.audit, chosen.grace,
-        chosen.worker_grace, chosen.frozen, chosen.usage, chosen.open_metrics,
+        chosen.worker_grace, chosen.silent, chosen.usage, chosen.open_metrics,
         int(chosen.remember * (1 << 20)), chosen.replace,
     )
 
@@ -158,10 +157,10 @@ def _worker(chosen: argparse.Namespace) -> int:
     devices = parse_devices(chosen.devices)
     if sum(kind == "cuda" for kind, _ in devices) > 1 or len({kind for kind, _ in devices}) > 1:
         return _one_process_each(chosen, devices)
-    url, key, tls = _target(chosen)
+    url, key, ca_file = _target(chosen)
     offer = Offer(
         url, key, devices, chosen.name, labels, chosen.address, tuple(chosen.allow), tuple(chosen.files),
-        chosen.threads, _memory_bytes(chosen.memory, devices), tls,
+        chosen.threads, _memory_bytes(chosen.memory, devices), ca_file,
     )
     _run(serve(offer, lambda text: print(text, flush=True), chosen.health))
     return 0
@@ -222,25 +221,24 @@ def _add_asking(parser: argparse.ArgumentParser, prints: bool = True) -> None:
         parser.add_argument("--json", action="store_true", help="print what the head says, as JSON")
 
 
-def _target(chosen: argparse.Namespace) -> tuple[str, str, ssl.SSLContext | None]:
-    from dtorch.cluster.remote import trust
-
+def _target(chosen: argparse.Namespace) -> tuple[str, str, str]:
+    """URL, key, and file of the authority that is trusted ("" for the system's)."""
     url = chosen.head or os.environ.get("DTORCH_HEAD", "")
     key = chosen.key or os.environ.get("DTORCH_API_KEY", "")
     if not url:
         raise ValueError("which head? Give --head wss://host:port, or set DTORCH_HEAD")
     if not key:
         raise ValueError("an API key is needed: set DTORCH_API_KEY; 'dtorch keys create' on the head makes one")
-    return url, key, trust(chosen.ca or os.environ.get("DTORCH_CA_FILE"))
+    return url, key, chosen.ca or os.environ.get("DTORCH_CA_FILE", "")
 
 
 def _ask(chosen: argparse.Namespace, method: str, path: str) -> Any:
-    from dtorch.transport.dial import address_of, split_address
+    from dtorch.transport.dial import address_of, split_address, trust
 
-    url, key, tls = _target(chosen)
+    url, key, ca_file = _target(chosen)
     kind, host, port = split_address(address_of(url))
     connection = (
-        http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=tls)
+        http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=trust(ca_file))
         if kind == "tls"
         else http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     )

@@ -5,6 +5,7 @@ only on the way from and to clients, in parts that it does not look into.
 
     GET  /v1/client, /v1/worker        websockets, see ``dtorch/transport/cluster.py``
     POST /v1/store/<operation>         the workers' rendezvous
+    POST /v1/attend                    the processes beside the workers, see ``sentinel.py``
     GET  /v1/status, /v1/sessions      JSON
     POST /v1/drain/<worker>            JSON; for keys of the role "admin"
     GET  /healthz                      200, for probes; needs no key
@@ -28,19 +29,20 @@ from aiohttp import WSCloseCode, web
 
 from dtorch.cluster.audit import Audit
 from dtorch.cluster.keys import Key, KeyFile
-from dtorch.cluster.member import ForSession, WorkerEnd
+from dtorch.cluster.member import AWAY_S, ForSession, WorkerEnd
 from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Member, Pool
 from dtorch.cluster.quotas import Account
 from dtorch.cluster.refusals import Refusals
+from dtorch.cluster.sentinel import ATTEND_PATH
 from dtorch.cluster.sight import KEY, Sight, role_for
 from dtorch.cluster.tenancy import Tenancy
+from dtorch.cluster.vigil import Vigil
 from dtorch.runtime.lineage import Bounds
 from dtorch.transport import codec
 from dtorch.transport.cluster import (
     Attach,
     Attached,
-    Credit,
     Devices,
     Ended,
     Enlist,
@@ -85,9 +87,8 @@ class Options:
         keys: the file of API keys.
         audit: where to log, see ``audit.py``; None for nowhere.
         grace_s: how long a client may be without a connection before its session ends.
-        worker_grace_s: the same of a worker.
-        frozen_s: a worker that has a connection and answers nothing for so long is given up. A call that keeps the
-            interpreter's lock, on a machine that is overloaded, may keep it from answering for seconds.
+        worker_grace_s: how long a worker may be without any connection, its own or that of the process beside it.
+        silent_s: how long nothing may be heard of a worker and of the process beside it: its host is gone, or out of reach.
         usage: where to keep what was used, see ``meter.py``; None for nowhere.
         open_metrics: whether /metrics needs no key.
         remember_bytes: of the data that a session's client sent, kept to get over the loss of a worker.
@@ -102,7 +103,7 @@ class Options:
     audit: Path | None = None
     grace_s: float = 3.0
     worker_grace_s: float = 0.8
-    frozen_s: float = 10.0
+    silent_s: float = 3.0
     usage: Path | None = None
     open_metrics: bool = False
     remember_bytes: int = 64 << 20
@@ -124,11 +125,14 @@ class Head:
         self.lineage = Bounds(MAX_CALLS, MAX_BATCH_BYTES, options.remember_bytes)
         self.replace_s = options.replace_s
         self.url = ""
+        self._vigil = Vigil(
+            self.workers, self._holder, options.worker_grace_s, options.silent_s, self._give_up, self.meter.heard
+        )
         self._last_session = 0
         self._refusals = Refusals()
         self._store = StoreService()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: tuple[asyncio.Task[None], ...] = ()
         self._runner: web.AppRunner | None = None
         self._stalls: dict[int, tuple[int, float]] = {}  # session -> what the client has acknowledged, since when
         self.started = time.time()
@@ -151,6 +155,7 @@ class Head:
         app = web.Application(middlewares=[self._guard], client_max_size=CLIENT_FRAME_BYTES)
         app.router.add_get(CLIENT_PATH, self._client)
         app.router.add_get(WORKER_PATH, self._worker)
+        app.router.add_post(ATTEND_PATH, self._vigil.attend)
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/sessions", self._list_sessions)
         app.router.add_post("/v1/drain/{worker}", self._drain)
@@ -166,7 +171,7 @@ class Head:
             raise
         host = f"[{options.host}]" if ":" in options.host else options.host
         self.url = f"{'ws' if tls is None else 'wss'}://{host}:{self._runner.addresses[0][1]}"
-        self._watching = self._run(self._watch())
+        self._watching = self._run(self._watch()), self._run(self._vigil.run())
         self.audit.note("head started", url=self.url)
 
     async def stop(self) -> None:
@@ -176,7 +181,7 @@ class Head:
         self._store.close()
         for end in self.workers.values():
             _stop(end, "the head stops")
-        leaving = [task for task in self._tasks if task is not self._watching]
+        leaving = [task for task in self._tasks if task not in self._watching]
         if leaving:
             await asyncio.wait(leaving, timeout=CLOSE_TIMEOUT_S)
         for task in list(self._tasks):
@@ -197,7 +202,7 @@ class Head:
         return task
 
     async def _watch(self) -> None:
-        """From time to time: are keys revoked, does anybody not read, does a worker not answer?
+        """From time to time: are keys revoked, does anybody not read?
 
         Patience is counted by a clock that stands still while this process is held up.
         """
@@ -213,8 +218,6 @@ class Head:
                 logger.error("the file of keys cannot be read: %s", error)
             for tenancy in list(self.sessions.values()):
                 self._end_stalled(tenancy, now)
-            for end in list(self.workers.values()):
-                await self._look_after(end, now)
 
     def _end_revoked(self) -> None:
         known = {key.id: key for key in self.keys.entries()}
@@ -234,21 +237,6 @@ class Head:
             self._stalls[tenancy.number] = (acknowledged, now)
         elif now - since > STALL_S:
             tenancy.end("ProtocolError", f"the client has read nothing for {STALL_S:g} s")
-
-    async def _look_after(self, end: WorkerEnd, now: float) -> None:
-        """Speak to a worker, so that it has something to acknowledge; give it up when it does not.
-
-        Its event loop has a thread of its own and answers while ops run. Only an answer that is owed for long counts: a
-        break of the connection is the link's own affair.
-        """
-        link = end.link
-        if not link.connected or not link.pending_bytes or link.acknowledged != end.acknowledged:
-            end.acknowledged, end.heard = link.acknowledged, now
-        elif now - end.heard > self.options.frozen_s:
-            end.reason = f"it has not answered for {self.options.frozen_s:g} s"
-            await link.close(end.reason)
-            return
-        end.send(Credit(0, 0))
 
     # ---- who may
 
@@ -375,11 +363,11 @@ class Head:
                 raise ProtocolError(f"expected Enlist first, got {type(asked).__name__}")
             _check_version(asked.version)
             end = self._enlist(asked, link, request.remote or "?")
-            _say(link, Enlisted(PROTOCOL_VERSION, end.number, end.ticket, end.link.received, self.options.worker_grace_s))
+            _say(link, Enlisted(PROTOCOL_VERSION, end.number, end.ticket, end.link.received, AWAY_S))
             if asked.ticket:
                 await end.link.attach(link, asked.received)
             else:
-                self._run(self._serve_worker(end))
+                end.serving = self._run(self._serve_worker(end))
                 self._use()
             await end.link.wait_left(link)
         except ProtocolError as error:
@@ -392,17 +380,17 @@ class Head:
 
     def _enlist(self, asked: Enlist, link: WebSocketLink, address: str) -> WorkerEnd:
         if asked.ticket:
-            number, _, _ = asked.ticket.partition(".")
-            found = self.workers.get(int(number)) if number.isdecimal() and len(number) < 20 else None
-            if found is None or not hmac.compare_digest(found.ticket.encode(), asked.ticket.encode("utf-8", "replace")):
+            found = self._holder(asked.ticket)
+            if found is None:
                 raise ProtocolError("this worker was given up")
             return found
         if not asked.devices or len(set(asked.devices)) != len(asked.devices):
             raise ProtocolError(f"a worker offers distinct devices, not {asked.devices}")
         member = self.pool.enlist(asked.devices, asked.name, asked.labels)
         end = self.workers[member.number] = WorkerEnd(
-            member, DurableLink(link, self.options.worker_grace_s), address, asked.pid
+            member, DurableLink(link, AWAY_S), address, asked.pid
         )
+        self._vigil.joined(member.number)
         self.meter.joined(member.number)
         self.audit.note("worker joined", worker=member.name, devices=asked.devices, labels=asked.labels, address=address)
         self._tell_devices()
@@ -416,13 +404,30 @@ class Head:
             if member.draining:
                 self._vacate(member)
 
+    def _holder(self, ticket: str) -> WorkerEnd | None:
+        """The worker that has this ticket."""
+        number, _, _ = ticket.partition(".")
+        found = self.workers.get(int(number)) if number.isdecimal() and len(number) < 20 else None
+        right = found is not None and hmac.compare_digest(found.ticket.encode(), ticket.encode("utf-8", "replace"))
+        return found if right else None
+
+    def _give_up(self, end: WorkerEnd, reason: str) -> None:
+        """A worker is lost; it finds out when it is back, and joins anew."""
+        end.reason, end.given_up = end.reason or reason, True
+        if end.serving is not None:
+            end.serving.cancel()
+
     async def _serve_worker(self, end: WorkerEnd) -> None:
         try:
             await end.serve(self._route)
             reason = end.reason or end.link.reason or "its connection closed"
         except ProtocolError as error:
             reason = f"it sent what cannot be right: {error}"
-        await end.link.close(reason)
+        except asyncio.CancelledError:
+            if not end.given_up:
+                raise
+            reason = end.reason
+        self._vigil.left(end.number)
         self.workers.pop(end.number, None)
         self.pool.remove(end.number)
         self.meter.gone(end.number, end.member.name, reason, asked=end.asked)
@@ -430,9 +435,10 @@ class Head:
         for tenancy in list(self.sessions.values()):
             tenancy.worker_gone(end.number, reason)
         self._tell_devices()
+        await end.link.close(reason)  # last, as it waits for a peer that may not answer
 
     def _route(self, end: WorkerEnd, message: ForSession | Load, frame: bytes) -> None:
-        self.meter.heard(end.number)
+        self._vigil.heard(end.number)
         if isinstance(message, Load):
             self.meter.loaded(end.number, message)
             return
@@ -530,7 +536,7 @@ def _role(request: web.Request) -> str | None:
     path = request.path
     if path == CLIENT_PATH:
         return "client"
-    if path == WORKER_PATH or path.startswith(STORE_PATH):
+    if path in (WORKER_PATH, ATTEND_PATH) or path.startswith(STORE_PATH):
         return "worker"
     if path == "/healthz":
         return "nobody"

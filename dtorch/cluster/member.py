@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from dtorch.transport.messages import Done, Failure, Held, RandomState, Resumed,
 ForSession = Done | Failure | Statistics | RandomState | Trace | Held | Snapshots | Resumed | Part
 """What a worker says about one session."""
 
+AWAY_S = 60.0
+"""How long a worker whose process runs may take to connect again. It may be busy; one that has ended is known to have."""
 WINDOW_BYTES = 8 * 1024 * 1024
 """Sent to a worker and not acknowledged: above this its sessions' clients have to wait."""
 
@@ -34,9 +37,9 @@ class WorkerEnd:
         self.address = address
         self.pid = pid  # on its own host
         self.ticket = f"{member.number}.{secrets.token_urlsafe(32)}"
-        self.acknowledged = 0  # number of the last frame that it is known to have
-        self.heard = 0.0  # when that was last seen to change, or nothing was owed
         self.reason = ""  # why it is about to be given up
+        self.given_up = False
+        self.serving: asyncio.Task[None] | None = None  # hears it; cancelled when it is given up
         self.asked = False  # it was told to leave, or said that it does
 
     @property

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -489,8 +488,3 @@ def error_of(name: str, text: str) -> DTorchError:
     kind: Any = getattr(errors, name, None)
     simple = (errors.MeshError, errors.QuotaError, AuthError, errors.SessionClosedError, ConnectionLostError, ProtocolError)
     return kind(text) if kind in simple else ConnectionLostError(f"{name}: {text}")
-
-
-def trust(ca_file: str | Path | None) -> ssl.SSLContext | None:
-    """Whom to trust: the authority in a PEM file, or None for the system's. Raises OSError: it cannot be read."""
-    return ssl.create_default_context(cafile=str(ca_file)) if ca_file else None

@@ -8,8 +8,6 @@ import logging
 import os
 import resource
 import signal
-import ssl
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,13 +20,14 @@ from dtorch import creation
 from dtorch.cluster.health import health
 from dtorch.cluster.lodger import Lodger
 from dtorch.cluster.pool import Device
+from dtorch.cluster.sentinel import Sentinel
 from dtorch.ops import custom, table
 from dtorch.ops._call import FLAT
 from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Turns
 from dtorch.transport import cluster, codec
 from dtorch.transport.cluster import DeviceLoad, Enlist, Enlisted, Load, Retire, ToPoolWorker, Use
-from dtorch.transport.dial import address_of, dial, keep_alive
+from dtorch.transport.dial import address_of, dial, keep_alive, split_address, trust
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.link import Link, WebSocketLink
@@ -86,7 +85,7 @@ class Offer:
         num_threads: of torch, for each session.
         memory_bytes: that this process may take in all, so that an op that wants too much fails instead of the process;
             0 for no limit. Does not count what is on GPUs.
-        tls: whom to trust; the system's authorities by default.
+        ca_file: of the authority of the head's certificate, PEM; "" for the system's.
     """
 
     head: str
@@ -99,7 +98,7 @@ class Offer:
     folders: tuple[str, ...] = ()
     num_threads: int = 1
     memory_bytes: int = 0
-    tls: ssl.SSLContext | None = None
+    ca_file: str = ""
 
 
 def parse_devices(text: str) -> tuple[Device, ...]:
@@ -128,12 +127,20 @@ class PoolWorker:
 
     Args:
         say: told of what people should know, as text.
+        sentinel: tells the head whether this process runs; without one the head knows what it hears from the worker itself.
+
+    Raises:
+        OSError: the file of the authority cannot be read.
     """
 
-    def __init__(self, offer: Offer, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, offer: Offer, say: Callable[[str], None] = lambda _: None, sentinel: Sentinel | None = None
+    ) -> None:
         self._offer = offer
         self._say = say
+        self._sentinel = sentinel
         self._address = address_of(offer.head)
+        self._tls = trust(offer.ca_file)
         self._link: DurableLink | None = None
         self._number = 0
         self._ticket = ""
@@ -154,6 +161,13 @@ class PoolWorker:
             AuthError: the head does not accept the key.
             ProtocolError: the head refused this worker.
         """
+        try:
+            await self._run()
+        finally:
+            if self._sentinel is not None:
+                self._sentinel.stop()
+
+    async def _run(self) -> None:
         pause_s = FIRST_RETRY_S
         while not self._stopped:
             try:
@@ -193,6 +207,8 @@ class PoolWorker:
         self._ticket = ""
         link, _ = await self._dial(0)
         self._link = DurableLink(link, self._grace_s, self._dial)
+        if self._sentinel is not None:
+            self._sentinel.follow(self._ticket)
         return self._link
 
     async def _dial(self, received: int) -> tuple[Link, int]:
@@ -200,7 +216,7 @@ class PoolWorker:
         hello = Enlist(
             PROTOCOL_VERSION, os.getpid(), offer.devices, offer.name, offer.labels, self._ticket, received
         )
-        link, frame = await dial(self._address, WORKER_PATH, offer.key, codec.encode(hello), offer.tls)
+        link, frame = await dial(self._address, WORKER_PATH, offer.key, codec.encode(hello), self._tls)
         try:
             answer = codec.decode_to_pool_worker(frame)
             if not isinstance(answer, Enlisted) or answer.version != PROTOCOL_VERSION:
@@ -278,9 +294,8 @@ class PoolWorker:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no thread of a session is left: one may be held up by what it waits for."""
-        forming = sys.modules.get("dtorch.transport.forming")
-        return not self._ending and not (forming is not None and forming.is_forming())
+        """Whether no session's thread is left: one may be held up by what it waits for."""
+        return not self._ending
 
     # ---- what is used
 
@@ -288,6 +303,8 @@ class PoolWorker:
         while True:
             await asyncio.sleep(BEAT_S)
             self.report()
+            if self._sentinel is not None:
+                self._sentinel.look()
 
     def report(self) -> None:
         """Tell the head what was used since the last time."""
@@ -338,8 +355,8 @@ class PoolWorker:
         from dtorch.transport.store import SessionStore
 
         name = f"{session}/{epoch}-{kind}-{'-'.join(map(str, members))}"
-        store = SessionStore(self._address, self._offer.key, name, tls=self._offer.tls, stopped=halting)
-        return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host, halting)
+        store = SessionStore(self._address, self._offer.key, name, tls=self._tls, stopped=halting)
+        return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host)
 
     def _change(self, last: int | None, session: int) -> None:
         """Each session draws from generators of its own: those of the last one are kept, this one's put in place."""
@@ -384,6 +401,12 @@ def _own_host(link: WebSocketLink) -> str:
     return str(name[0]) if isinstance(name, tuple) else ""
 
 
+def beside(offer: Offer) -> Sentinel:
+    """What goes beside the only worker of this process."""
+    kind, host, port = split_address(address_of(offer.head))
+    return Sentinel(host, port, offer.key, kind == "tls", offer.ca_file)
+
+
 async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> None:
     """Run a worker until it is told to stop, by its head or by SIGINT or SIGTERM. Raises as ``PoolWorker.run``.
 
@@ -394,7 +417,7 @@ async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> N
     if offer.memory_bytes:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (offer.memory_bytes, most))
-    worker = PoolWorker(offer, say)
+    worker = PoolWorker(offer, say, beside(offer))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, worker.stop)

@@ -127,8 +127,7 @@ def _attribute(module: Any, name: str) -> Any:
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            held = vars(found) if hasattr(found, "__dict__") else {}
-            names = [n for n in dir(found) if not n.startswith("_") and callable(held.get(n, len))]  # nothing is imported
+            names = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
             raise UsageError(f"{module.__name__} has no {name!r}{near(part, names)}")
         found = getattr(found, part)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -152,3 +153,8 @@ def keep_alive(link: WebSocketLink) -> None:
     for name, value in options:
         if hasattr(socket, name):  # not on every system
             plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def trust(ca_file: str | Path | None) -> ssl.SSLContext | None:
+    """Whom to trust: the authority in a PEM file, or None for the system's. Raises OSError: it cannot be read."""
+    return ssl.create_default_context(cafile=str(ca_file)) if ca_file else None

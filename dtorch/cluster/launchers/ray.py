@@ -96,19 +96,17 @@ class RayWorker:
     async def _serve(self) -> None:
         import torch
 
-        from dtorch.cluster.remote import trust
-        from dtorch.cluster.serve import Offer, PoolWorker, parse_devices
+        from dtorch.cluster.serve import Offer, PoolWorker, beside, parse_devices
 
         spec = self._spec
         node = import_module("ray").get_runtime_context().get_node_id()
         torch.set_num_threads(spec.num_threads)
-        self._worker = PoolWorker(
-            Offer(
-                spec.head, spec.key, parse_devices(spec.devices), spec.name(self._slot),
-                {**spec.labels_of(self._slot), NODE: node}, allow=spec.allow, folders=spec.folders,
-                num_threads=spec.num_threads, tls=trust(spec.ca_file),
-            )
+        offer = Offer(
+            spec.head, spec.key, parse_devices(spec.devices), spec.name(self._slot),
+            {**spec.labels_of(self._slot), NODE: node}, allow=spec.allow, folders=spec.folders,
+            num_threads=spec.num_threads, ca_file=spec.ca_file,
         )
+        self._worker = PoolWorker(offer, sentinel=beside(offer))
         await self._worker.run()
 
     async def wait(self) -> str:
