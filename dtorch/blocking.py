@@ -10,6 +10,7 @@ from types import FrameType
 
 from dtorch.frames import LIBRARIES
 from dtorch.lines import cell_name, line_at
+from dtorch.runtime.notebook import in_notebook
 
 MAX_LINES = 4096
 """Lines remembered as warned of; past it they are forgotten together."""
@@ -69,7 +70,7 @@ def _warn(frame: FrameType | None) -> None:
             name = code.co_name  # in the end that of what the user called
             for_shape |= code.co_filename == _SHAPES
         frame = frame.f_back
-    if frame is None or (name in _SHOWS and _in_notebook()):
+    if frame is None or (name in _SHOWS and in_notebook()):
         return
     path, line = frame.f_code.co_filename, frame.f_lineno
     if (path, line) in _warned:
@@ -87,9 +88,3 @@ def _warn(frame: FrameType | None) -> None:
     if len(_warned) >= MAX_LINES:
         _warned.clear()
     _warned.add((path, line))  # not reached when the warning was turned into an error: then every time is one
-
-
-def _in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    kernel = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
-    return kernel is not None and bool(kernel.initialized())

@@ -211,7 +211,7 @@ class Compiled:
         recorded = _Recorded(sig, specs, _finisher(leaves, natives, tree, positions, inputs), writes)
         self._keep(key, recorded, made)
         weakref.finalize(recorded, _unpin, weakref.ref(recorder), pins)
-        recorder.put(((sig.id, *[t._slot for t in made.outputs], *ins), *at))
+        sig.put(((sig.id, *[t._slot for t in made.outputs], *ins), *at))
         if writes:
             session.num_mutations += 1
         recorder.after_put()

@@ -15,11 +15,18 @@ from dtorch.transport.messages import Statistics as WorkerStatistics
 
 def manual_seed(seed: int) -> None:
     """Seed all generators, in program order. Numbers drawn afterwards are those of plain torch after
-    ``torch.manual_seed(seed)``, whatever the placement and the number of workers. Tasks and
-    threads of one session share its generators; a ``dtorch.session`` has its own.
+    ``torch.manual_seed(seed)``, whatever the placement and the number of workers.
+
+    A seed belongs to the running asyncio task: that task, and those it starts that do not seed themselves, draw the same
+    numbers whatever other tasks draw meanwhile. Outside of tasks (in scripts, a notebook's cells, plain threads) it is for
+    everybody who draws without a seed of a task's. A ``dtorch.session`` has generators of its own.
 
     Args:
         seed: as torch takes it: an int of at most 64 bits; negative ones count from 2**64.
+
+    Raises:
+        RuntimeError: it has more than 64 bits.
+        CaptureError: inside a function that is being compiled: seed before the call.
     """
     seed = int(seed)
     if not -(2**63) <= seed < 2**64:

@@ -195,7 +195,7 @@ class Factory:
         from sys import _getframe
 
         if generator is not None:
-            raise ValueError(f"{self.name}: generator= is not supported; dtorch.manual_seed seeds the session's generator")
+            raise ValueError(f"{self.name}: generator= is not supported; dtorch.manual_seed seeds what is drawn from")
         if isinstance(out, Tensor):
             device_mesh = out.device_mesh if device_mesh is None and device is None else device_mesh
             kwargs["dtype"] = kwargs.get("dtype") or out.dtype

@@ -29,6 +29,7 @@ from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import ONE, Recorder, Signature, again
 from dtorch.runtime.shell import ControllerThread
 from dtorch.runtime.tracing import Spans
+from dtorch.seeding import RandomStreams
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.bulk import Lease
@@ -93,6 +94,7 @@ class Session:
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)
         if not isinstance(self.thread, ControllerThread):
             self.recorder.where = where
+        self._random = RandomStreams(self.recorder, lambda *mark: self.thread.post(Sent(Seed(self.number, *mark))))
         self._fetches = Fetches(self.recorder, self._pool, self._failures)
 
     def _start(self, options: Options, number: int) -> Wires:
@@ -277,7 +279,8 @@ class Session:
         sig = Signature()
         recorder = self.recorder
         sig.id = recorder.define(build)
-        sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
+        sig.take, sig.recorder = recorder.take, recorder
+        sig.put = recorder.draw if random else recorder.put
         sig.shape, sig.spec, sig.specs, sig.finish = ONE, specs[0] if specs else None, specs, None
         self.know_signature(sig.id, name, inputs, tuple(s.layout for s in specs), False, random)
         return sig
@@ -415,10 +418,9 @@ class Session:
             self.synchronize().result()
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of all workers, in program order."""
+        """Seed the generators of all workers, in program order: those that the running task draws from."""
         self.check_open()
-        self.recorder.flush()
-        self.thread.post(Sent(Seed(self.number, seed)))
+        self._random.seed(seed)
 
     # ---- the end
 

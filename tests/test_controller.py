@@ -38,6 +38,7 @@ from dtorch.transport.messages import (
     Failure,
     Fetch,
     Forget,
+    Generators,
     Layout,
     MeshInfo,
     RandomState,
@@ -227,7 +228,7 @@ def test_a_late_worker_takes_over_the_generators_of_another_one() -> None:
     assert not [message for message in sent(out, 2) if isinstance(message, AskRandomState)]
     assert machine.handle(Joined(3)) == []
     assert sent(machine.handle(batch(4, 9)), 3) == []
-    state = RandomState(1, question.ticket, {"cpu": b"state"})
+    state = RandomState(1, question.ticket, Generators(0, {0: {"cpu": b"state"}}))
     told = sent(machine.handle(Received(1, state)), 3)
     assert told[0] == state
     assert [type(message) for message in told] == [RandomState, Define, Define, Batch]
@@ -245,12 +246,22 @@ def test_a_known_random_op_counts_as_drawn_after_a_seed() -> None:
     assert [message for message in sent(out, 1) if isinstance(message, AskRandomState)]
 
 
+def test_a_late_worker_learns_every_stream_of_random_numbers() -> None:
+    machine = apart()
+    for mark in (Seed(1, 42), Seed(1, 7, 1), Seed(1, 8, 2), Seed(1, None, 0, (2,))):
+        machine.handle(Sent(mark))
+    told = sent(machine.handle(batch(2, meshes=(mesh(4, 2),))) + machine.handle(Joined(3)), 3)
+    assert [message for message in told if isinstance(message, Seed)] == [Seed(1, 7, 1), Seed(1, 42)]
+    with pytest.raises(ProtocolError, match="stream 2 of random numbers was never seeded"):
+        machine.handle(Sent(Seed(1, None, 2)))
+
+
 def test_the_state_may_arrive_before_the_late_worker_joins() -> None:
     machine = apart()
     machine.handle(batch(2, 9, definitions=(definition(9, 1, random=True),)))
     out = machine.handle(batch(3, meshes=(mesh(4, 2),)))
     (question,) = [message for message in sent(out, 1) if isinstance(message, AskRandomState)]
-    assert machine.handle(Received(1, RandomState(1, question.ticket, {}))) == []
+    assert machine.handle(Received(1, RandomState(1, question.ticket, Generators(0, {})))) == []
     told = sent(machine.handle(Joined(3)))
     assert isinstance(told[0], RandomState)
 

@@ -18,12 +18,13 @@ def define(sig: int, op: str, num_inputs: int, **more: Any) -> Definition:
     return Definition(sig, op, kernel, [], {}, (PIECE,) * num_inputs, (PIECE,), writes, more)
 
 
-UPLOAD, NEG, ADD_, VIEW = range(1, 5)
+UPLOAD, NEG, ADD_, VIEW, RAND = range(1, 6)
 TABLE = (
     define(UPLOAD, "dtorch.upload", 0, kernel="upload"),
     define(NEG, "torch.neg", 1),
     define(ADD_, "torch.Tensor.add_", 1, writes=(0,)),
     define(VIEW, "torch.Tensor.view", 1, aliases=[0]),
+    define(RAND, "torch.rand", 0, kernel="random", random=True),
 )
 
 
@@ -150,14 +151,45 @@ def test_a_million_calls_keep_the_memory_flat() -> None:
         assert len(past.lineage.records) < 600
 
 
-def test_a_seed_stays_where_it_was() -> None:
+def test_a_seed_outlives_its_batch() -> None:
     past = Past()
     past.batch([UPLOAD, 0, 0], uploads=(Blob(b"1234"),))
     past.lineage.seeded(Seed(1, 7))
     past.batch([NEG, 1, 0], frees=[1])
     past.batch([NEG, 1, 0])
     past.lineage.prune(past.seq)
-    assert [record.seq for record in past.lineage.records if record.seed == Seed(1, 7)] == [2]
+    assert past.kept() == [1, 3]
+    assert [record.seq for record in past.lineage.records if record.seeds is not None] == [2]
+    assert past.lineage.draws_are_known({0})
+
+
+def test_whether_numbers_follow_from_seeds_is_told_stream_by_stream() -> None:
+    past = Past()
+    lineage = past.lineage
+    for stream in (0, 1, 2):
+        lineage.seeded(Seed(1, 7 + stream, stream))
+        past.batch([RAND, stream], frees=[stream] if stream else None)
+    assert lineage.draws_are_known({0, 1, 2})
+    lineage.prune(past.seq)  # the draws from streams 1 and 2 came to nothing
+    assert past.kept() == [1]
+    assert lineage.draws_are_known({0})
+    assert not lineage.draws_are_known({0, 1})
+    lineage.seeded(Seed(1, 9, 1))
+    assert lineage.draws_are_known({0, 1})
+    lineage.seeded(Seed(1, None, 2))
+    past.batch([RAND, 3])
+    assert not lineage.draws_are_known({0, 1})  # what is in slot 3 cannot be drawn again
+
+
+def test_seeds_beyond_the_bounds_are_summed_up() -> None:
+    past = Past(Bounds(calls=64))
+    for number in range(100):
+        past.lineage.seeded(Seed(1, number, number, (number - 1,) if number else ()))
+        past.batch([RAND, number])
+    past.lineage.prune(past.seq)
+    front = past.lineage.seeds
+    assert (front.seeds, len(front.drawn), front.ended) == ({}, 1, set())
+    assert past.lineage.draws_are_known({99})
 
 
 def test_definitions_that_batches_call_survive_a_forget() -> None:

@@ -68,3 +68,98 @@ def wait_for_end(pid: int) -> None:
     if not ended:
         os.kill(pid, signal.SIGKILL)
         pytest.fail(f"worker {pid} outlived its kernel")
+
+
+# A kernel, cell by cell: a child of this script, which reports what each cell printed or raised.
+KERNEL = """
+import json, sys
+from jupyter_client.manager import start_new_kernel
+
+kernel, client = start_new_kernel(kernel_name="python3")
+answers = []
+for step in json.loads(sys.argv[1]):
+    if step == "restart":
+        client.stop_channels()
+        kernel.restart_kernel(now=False)
+        client = kernel.blocking_client()
+        client.start_channels()
+        client.wait_for_ready(timeout=300)
+        continue
+    printed = []
+
+    def hook(message):
+        content = message["content"]
+        if message["msg_type"] == "stream" and content["name"] == "stdout":
+            printed.append(content["text"])
+            if "interrupt me" in content["text"]:
+                kernel.interrupt_kernel()
+        elif message["msg_type"] == "error":
+            printed.append(content["ename"])
+
+    client.execute_interactive(step, allow_stdin=False, timeout=300, output_hook=hook)
+    answers.append("".join(printed))
+print(json.dumps(answers))
+client.stop_channels()
+kernel.shutdown_kernel()
+"""
+
+BEGIN = """
+import asyncio, os, signal, torch, dtorch
+mesh = dtorch.DeviceMesh("cpu", [0, 1])
+"""
+WORKERS = "print([*dtorch.current_session().thread.pids.values()])"
+
+
+def in_a_kernel(*steps: str) -> list[str]:
+    script = [sys.executable, "-c", KERNEL, json.dumps(steps)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    answers: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return [answer.strip() for answer in answers]
+
+
+def test_the_cells_of_a_notebook_are_one_task_for_seeds() -> None:
+    other = """
+async def other():
+    dtorch.manual_seed(7)
+    return await dtorch.rand(3, device_mesh=mesh)
+c = await asyncio.create_task(other())
+"""
+    answers = in_a_kernel(
+        BEGIN,
+        "dtorch.manual_seed(4)\nawait asyncio.sleep(0)",
+        "a = await dtorch.rand(3, device_mesh=mesh)",
+        other,
+        "b = dtorch.rand(3, device_mesh=mesh).to_torch()",
+        "torch.manual_seed(4)\nprint(torch.equal(a, torch.rand(3)), torch.equal(b, torch.rand(3)))",
+        "torch.manual_seed(7)\nprint(torch.equal(c, torch.rand(3)))",
+    )
+    assert answers[-2:] == ["True True", "True"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd")
+def test_a_cell_interrupted_in_a_wait_and_a_kernel_that_starts_afresh() -> None:
+    """The worker is stopped, so that both cells, one that awaits and one that blocks, certainly wait when they are
+    interrupted; it is not lost meanwhile."""
+    hold = """
+x = dtorch.ones(2, device_mesh=mesh)
+await x
+thread = dtorch.current_session().thread
+thread._pulse._states = lambda: dict.fromkeys(thread.pids, "S")
+(pid,) = thread.pids.values()
+os.kill(pid, signal.SIGSTOP)
+y = x + 1
+"""
+    wait, block = "print('interrupt me', flush=True)\nawait y", "print('interrupt me', flush=True)\ny.to_torch()"
+    let_go = "os.kill(pid, signal.SIGCONT)"
+    answers = in_a_kernel(
+        BEGIN, WORKERS, hold, wait, block, let_go, "print((await y).tolist(), y.tolist())", WORKERS,
+        "restart", BEGIN, "print((await (dtorch.ones(2, device_mesh=mesh) + 1)).tolist())", WORKERS,
+    )  # fmt: skip
+    names = [answer.removeprefix("interrupt me").strip() for answer in answers]
+    assert names[3] in ("KeyboardInterrupt", "CancelledError")
+    assert names[4] == "KeyboardInterrupt"
+    assert names[6] == "[2.0, 2.0] [2.0, 2.0]"
+    assert names[9] == "[2.0, 2.0]"
+    for pid in {*json.loads(answers[7]), *json.loads(answers[10])}:
+        wait_for_end(pid)

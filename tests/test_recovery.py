@@ -41,6 +41,7 @@ from dtorch.transport.messages import (
     Done,
     Failure,
     Fetch,
+    Generators,
     Held,
     Layout,
     MeshInfo,
@@ -94,7 +95,8 @@ def session(bounds: Bounds | None = None) -> Controller:
 
 def held(worker: int, device: int, epoch: int = 1, *slots: int, seq: int = 2) -> Received:
     mask = mask_of(slots).to_bytes(4, "little")
-    return Received(worker, Held(1, epoch, worker, seq, b"", 0, (PlaceHeld("cpu", device, mask),), (), {"cpu": b"s"}))
+    stands = Generators(0, {0: {"cpu": b"s"}})
+    return Received(worker, Held(1, epoch, worker, seq, b"", 0, (PlaceHeld("cpu", device, mask),), (), stands))
 
 
 def resumed(worker: int, epoch: int = 1, size: int = 0) -> Received:
@@ -254,7 +256,7 @@ def test_a_move_waits_for_the_new_worker_and_copies_everything() -> None:
     assert of(out, Halting) == [Halting()]
     assert of(out, Interrupt) == []  # the program order is halted, no call is
     machine.handle(held(1, 0, 1, 0, 1))
-    machine.handle(Received(3, Held(1, 1, 3, 2, b"", 0, (), (), {"cpu": b"s"})))
+    machine.handle(Received(3, Held(1, 1, 3, 2, b"", 0, (), (), Generators(0, {0: {"cpu": b"s"}}))))
     out = machine.handle(held(2, 1, 1, 0, 1))
     regroup = sent(out, 2)[1]
     assert isinstance(regroup, Regroup)

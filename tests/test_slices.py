@@ -288,7 +288,33 @@ def test_a_seed_that_nobody_has_met_begins_the_draws() -> None:
     past.standings = [Standing((2, 0), mask_of([0])), Standing((0, 0), 0)]
     found = past.rescue(snapshots=frozenset({1}))
     assert found.stretch == 2
-    assert found.parts[-1].record.seed == Seed(1, 5)
+    assert found.parts[-1].record.seeds.marks(1) == (Seed(1, 5),)
+
+
+def test_draws_begin_where_another_stream_has_its_turn() -> None:
+    past = History()
+    past.lineage.seeded(Seed(1, 5, 1))
+    past.batch([RAND, 0])
+    past.lineage.seeded(Seed(1, None, 0))
+    past.batch()  # only its turn is news
+    past.batch([RAND, 1])
+    past.standings = [Standing((2, 0), mask_of([0])), Standing((0, 0), 0)]
+    found = past.rescue(snapshots=frozenset({1}))
+    assert found.stretch == 2
+    assert found.parts[1].record.seeds.marks(1) == (Seed(1, None, 0),)
+
+
+def test_where_nobody_is_left_all_that_was_said_of_the_streams_counts() -> None:
+    past = History()
+    past.lineage.seeded(Seed(1, 5, 1))
+    past.batch([RAND, 0], frees=[0])
+    past.lineage.prune(past.seq)
+    past.lineage.seeded(Seed(1, 6, 2))
+    past.batch([RAND, 1])
+    survivor = past.rescue(snapshots=frozenset({2}))
+    past.standings = [Standing((0, 0), 0)] * 2
+    assert [part.record.seq for part in past.rescue().parts] == [1, 2]
+    assert survivor.stretch is None
 
 
 # ---- programs

@@ -86,6 +86,8 @@ MAX_RUNNING = 1024
 MAX_DEFINITIONS = 1 << 18
 MAX_DEFINITION_BYTES = 256 * 1024 * 1024
 MAX_MESHES = 1 << 14
+MAX_STREAMS = 1 << 14
+"""Streams of random numbers that a session may have; each takes 5 KB on each of its workers."""
 MAX_SAID = 4096
 """Messages other than batches that may be on their way to workers."""
 RUNNING_BYTES = 128 * 1024 * 1024
@@ -193,6 +195,8 @@ class Tenancy:
             case Define():
                 self._define(message, len(frame))
             case Seed() | Forget() | Allow() | StartTrace():
+                if isinstance(message, Seed) and len(self._controller.seeds.alive) >= MAX_STREAMS > len(message.ended):
+                    raise ProtocolError(f"more than {MAX_STREAMS} tasks have seeded random numbers of their own")
                 before = self._controller.num_definitions
                 self._say(Sent(message))
                 self._definition_bytes = self._definition_bytes * self._controller.num_definitions // max(before, 1)

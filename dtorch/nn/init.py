@@ -20,7 +20,7 @@ from dtorch.tensor import Tensor
 
 def _no_generator(generator: Any) -> None:
     if generator is not None:
-        raise ValueError("generator= is not supported; dtorch.manual_seed seeds the session's generator")
+        raise ValueError("generator= is not supported; dtorch.manual_seed seeds what is drawn from")
 
 
 def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Tensor:

@@ -493,7 +493,8 @@ class Op:
         sig = Signature()
         recorder = session.recorder
         sig.id = recorder.define(build)
-        sig.take, sig.put, sig.recorder = recorder.take, recorder.put, recorder
+        sig.take, sig.recorder = recorder.take, recorder
+        sig.put = recorder.draw if self.random else recorder.put
         session.know_signature(
             sig.id, self.name, layouts, tuple(s.layout for s in specs), bool(writes), self.random, bool(call.mutates)
         )

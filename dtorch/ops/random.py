@@ -123,7 +123,7 @@ _register()
 
 def _refuse_generator(name: str, generator: Any) -> None:
     if generator is not None:
-        raise ValueError(f"{name}: generator= is not supported; dtorch.manual_seed seeds the session's generator")
+        raise ValueError(f"{name}: generator= is not supported; dtorch.manual_seed seeds what is drawn from")
 
 
 @front("bernoulli_")

@@ -134,7 +134,7 @@ class _Desk:
     def __init__(self) -> None:
         self.made: Definition | None = None
         self.recorder = self
-        self.take = self.put = None
+        self.take = self.put = self.draw = None
 
     def spec(self, shape: Any, stride: Any, dtype: torch.dtype, mesh: Any, codes: tuple[int, ...]) -> Any:
         return SimpleNamespace(layout=Layout(MESH, tuple(shape), dtype_name(dtype), codes))

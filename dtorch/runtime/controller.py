@@ -53,6 +53,7 @@ from dtorch.runtime.events import (
 )
 from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.recovery import Recovery
+from dtorch.runtime.seeds import Seeds
 from dtorch.runtime.touching import Touching
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
@@ -146,10 +147,9 @@ class Controller:
         self._asked: dict[int, tuple[set[int], list[Any]]] = {}
         self._random_askers: dict[int, int] = {}  # ticket -> worker that waits for the state
         self._next_ticket = -1
-        self._seed: Seed | None = None
+        self.seeds = Seeds()
         self._allow: Allow | None = None
         self._tracing: StartTrace | None = None
-        self._drawn = False  # some random op has run since the last seed
         self._closing = False
         self._torn = False  # workers lost touch with each other: errors now are echoes of an end still to be reported
         self.num_sends = 0
@@ -212,7 +212,10 @@ class Controller:
                 return self._define(meshes, definitions, programs)
             case Sent(message):
                 if isinstance(message, Seed):
-                    self._seed, self._drawn = message, False
+                    if message.seed is None and message.stream not in {0, self.seeds.stream, *self.seeds.alive}:
+                        raise ProtocolError(f"stream {message.stream} of random numbers was never seeded")
+                    self.seeds.mark(message)
+                    self.seeds.ended.clear()
                     if recovery is not None:
                         recovery.lineage.seeded(message)
                 elif isinstance(message, Allow):
@@ -273,8 +276,8 @@ class Controller:
         out: list[Instruction] = []
         if batch.meshes or batch.definitions or batch.programs:
             out += self._define(batch.meshes, batch.definitions, batch.programs)
-        if not self._drawn and self._touching.has_random:
-            self._drawn = self._touching.of(batch) is None
+        if self._touching.has_random and self._touching.of(batch) is None:
+            self.seeds.draw()
         meshes, concerned = self._concerned(batch)
         frame = encode(Batch(self.session, batch.seq, meshes, batch.body, batch.uploads, batch.fetches, batch.refused))
         for fetch in batch.fetches:
@@ -341,13 +344,13 @@ class Controller:
                 self.session, tuple(self.meshes), tuple(self._definitions.values()), tuple(self._programs.values())
             )
             worker.queue.append(encode(known))
-        if self._drawn and elders:
+        if self.seeds.drawn and elders:
             worker.awaits_random_state = True
             self._random_askers[self._next_ticket] = number
             out += self._broadcast(encode(AskRandomState(self.session, self._next_ticket)), (elders[0].number,))
             self._next_ticket -= 1
-        elif self._seed is not None:
-            worker.queue.append(encode(self._seed))
+        elif self.seeds.seeds:
+            worker.queue += map(encode, self.seeds.marks(self.session))
         return out
 
     def _broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
@@ -482,10 +485,6 @@ class Controller:
     @property
     def programs(self) -> tuple[Program, ...]:
         return tuple(self._programs.values())
-
-    @property
-    def seed(self) -> Seed | None:
-        return self._seed
 
     def broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
         return self._broadcast(frame, workers)

@@ -46,7 +46,7 @@ from dtorch.runtime.poison import Halted, Poison
 from dtorch.runtime.rewrite import RULES, rewrite
 from dtorch.runtime.rewrite.block import Block
 from dtorch.runtime.rewrite.traits import written
-from dtorch.runtime.snapshots import Snapshots
+from dtorch.runtime.snapshots import Generators, Snapshots
 from dtorch.runtime.tracing import BATCH, COMPUTE, FREE, PLAN, Tracer
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
 from dtorch.transport.messages import Definition, Failure, MeshInfo, Program
@@ -117,7 +117,8 @@ class Executor:
         self.halted = False
         self.position = Position(0, 0, 0)
         self.torn: set[int] = set()  # storages that a call had begun to write when it was halted, by address
-        self.snapshots = Snapshots()
+        self.generators = Generators()
+        self.snapshots = Snapshots(self.generators)
         self.memory = MemoryMeter(self)
         self.tracer: Tracer | None = None  # while a profile runs
         self.traffic: dict[int, int] | None = None  # where it is counted: signature -> bytes sent to other devices

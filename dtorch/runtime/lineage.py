@@ -18,6 +18,7 @@ import msgspec
 
 from dtorch.runtime import kernels
 from dtorch.runtime.plan import decode_body
+from dtorch.runtime.seeds import Seeds
 from dtorch.transport.messages import Blob, Definition, Layout, Program, Seed, SharedBlob, StreamBlob
 
 AnyBlob = Blob | SharedBlob | StreamBlob
@@ -197,17 +198,18 @@ class Stream(NamedTuple):
 
 
 class Record:
-    """A batch in program order, or what is left of batches that were dropped: ``frees`` and ``random``.
+    """A batch in program order, or what is left of batches that were dropped: ``frees`` and ``seeds``.
 
     Attributes:
         uploads: what its upload calls take; None where it was not kept.
         keep: objects that hold the memory of the uploads.
         streams: the bytes of uploads that came in parts.
-        seed: the generators were seeded just before it.
+        draws_from: the random stream whose numbers it draws.
+        seeds: what happened to the random streams just before it or, where batches were dropped, in them; None: nothing.
         refused: none of its calls was allowed to run.
     """
 
-    __slots__ = ("entry", "frees", "keep", "random", "refused", "seed", "seq", "streams", "uploads", "written")
+    __slots__ = ("draws_from", "entry", "frees", "keep", "refused", "seeds", "seq", "streams", "uploads", "written")
 
     def __init__(
         self, seq: int, entry: Entry | None, uploads: tuple[AnyBlob, ...] | None, keep: Any, streams: tuple[Stream, ...] = ()
@@ -217,9 +219,9 @@ class Record:
         self.entry = entry
         self.uploads = uploads
         self.keep = keep
-        self.seed: Seed | None = None
+        self.draws_from = 0
+        self.seeds: Seeds | None = None
         self.frees = 0
-        self.random = False
         self.refused = False
         self.written = 0  # scratch of ``prune``
 
@@ -311,6 +313,8 @@ class Lineage:
 
     Attributes:
         front: what was alive before the oldest record; nobody knows any more how that was made.
+        seeds: where the random streams stood then.
+        pending: what happened to them since the newest record.
         records: in program order.
     """
 
@@ -322,7 +326,9 @@ class Lineage:
         self.programs: dict[int, Program] = {}
         self._facts: dict[int, Facts] = {}
         self._entries: dict[bytes, Entry] = {}
-        self._seed: Seed | None = None
+        self.seeds = Seeds()
+        self.pending: Seeds | None = None
+        self._draws_from = 0
         self.num_calls = 0
         self.size_bytes = 0
         self.upload_bytes = 0
@@ -338,8 +344,11 @@ class Lineage:
         for program in programs:
             self.programs[program.sig] = program
 
-    def seeded(self, seed: Seed) -> None:
-        self._seed = seed
+    def seeded(self, mark: Seed) -> None:
+        if self.pending is None:
+            self.pending = Seeds(self._draws_from)
+        self.pending.mark(mark)
+        self._draws_from = mark.stream
 
     def add(
         self, seq: int, body: bytes, uploads: tuple[AnyBlob, ...] = (), keep: Any = None, refused: bool = False,
@@ -357,6 +366,7 @@ class Lineage:
             self.size_bytes += len(body)
         entry.num_uses += 1
         record = Record(seq, entry, uploads, keep, streams)
+        record.draws_from = self._draws_from
         record.refused = refused
         if uploads:
             size = record.upload_bytes
@@ -366,7 +376,7 @@ class Lineage:
                 record.streams = ()
             else:
                 self.upload_bytes += size
-        record.seed, self._seed = self._seed, None
+        record.seeds, self.pending = self.pending, None
         self.num_calls += entry.num_calls
         self.records.append(record)
 
@@ -448,6 +458,16 @@ class Lineage:
         final = {slot: (root[slot], *made[slot]) for slot in root if not dead >> slot & 1}
         return Summary(len(calls), final, mask_of(root), reads, tuple(sorted(written)), dead, random)
 
+    def draws_are_known(self, alive: set[int]) -> bool:
+        """Whether seeds tell everything that was drawn in what is remembered, and what the streams in ``alive`` give next."""
+        known = set(self.seeds.seeds)
+        for record in self.records:
+            if record.seeds is not None:
+                known = known - record.seeds.drawn | record.seeds.seeds.keys()
+            if record.entry is not None and record.draws_from not in known and self.summary(record.entry).random:
+                return False
+        return alive <= (known if self.pending is None else known | self.pending.seeds.keys())
+
     # ---- dropping
 
     def prune(self, finished: int) -> None:
@@ -475,15 +495,17 @@ class Lineage:
             entry = record.entry
             if entry is not None:
                 summary = self.summary(entry)
-                if record.seq > finished or (summary.defines | record.written) & need or record.seed is not None:
+                if record.seq > finished or (summary.defines | record.written) & need:
                     need = need & ~summary.defines | summary.reads
                 else:
                     self._drop(record, summary)
-            if record.entry is None and kept and kept[-1].entry is None and kept[-1].seed is None:
+            if record.entry is None and kept and kept[-1].entry is None:
                 later = kept[-1]
                 later.frees |= record.frees
-                later.random = later.random or record.random
-                later.seed = record.seed
+                if record.seeds is not None:
+                    if later.seeds is not None:
+                        record.seeds.then(later.seeds)
+                    later.seeds = record.seeds
                 continue
             kept.append(record)
         kept.reverse()
@@ -512,11 +534,10 @@ class Lineage:
                 summary = self.summary(record.entry)
                 self.front.apply(summary)
                 self._drop(record, summary)
-        if gone:
-            rest = self.records[gone:]
-            if rest and any(r.random for r in self.records[:gone]):
-                rest[0].random = True
-            self.records = rest
+            if record.seeds is not None:
+                self.seeds.then(record.seeds)
+                self.seeds.ended.clear()
+        self.records = self.records[gone:]
 
     def _drop(self, record: Record, summary: Summary) -> None:
         entry = record.entry
@@ -527,6 +548,9 @@ class Lineage:
         if not entry.num_uses:
             self.size_bytes -= len(entry.body)
             del self._entries[entry.body]
-        record.entry, record.frees, record.random = None, summary.frees, summary.random
+        record.entry, record.frees = None, summary.frees
+        if summary.random:
+            record.seeds = record.seeds or Seeds(record.draws_from)
+            record.seeds.draw()
         record.uploads = record.keep = None
         record.streams = ()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
+from dtorch.runtime.notebook import in_notebook, tick_until_done
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -149,6 +151,8 @@ class Promise(Generic[T]):
                     logger.debug("a value came for a loop that is closed")
 
             self.add_callback(wake)
+            if in_notebook():
+                tick_until_done(loop, waiter)
             watching = watcher
             began = 0 if watching is None else perf_counter_ns()
             try:

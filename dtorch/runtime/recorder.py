@@ -172,6 +172,7 @@ class Recorder:
         self._sources: dict[int, list[Any]] = {}
         self._closed: DTorchError | None = None
         self._sync = sync
+        self.turn: Callable[[], None] | None = None  # called before random numbers are drawn, with the lock
         self.spans: Spans | None = None  # while a profile runs
         self.where: Callable[[], str] | None = None  # names the user's line that is being recorded, where a head wants it
         self._began = (0, "")  # then: when (ns), and in which thread, the first slot of this batch was taken
@@ -207,6 +208,25 @@ class Recorder:
         if full:
             self._wait_for_room()
         return slot
+
+    def draw(self, entries: tuple[Any, ...]) -> None:
+        """Put a call that draws random numbers: as ``put``, once it is the turn of the stream that they come from."""
+        with self._lock:
+            if self.turn is not None and self._capture is None:
+                self.turn()
+            self.put(entries)
+
+    def interject(self, say: Callable[[], None]) -> None:
+        """Send what is recorded, then ``say`` something, before anything else is sent.
+
+        Raises:
+            CaptureError: this thread captures a function.
+        """
+        with self._lock:
+            if self._capture == threading.get_ident():
+                raise CaptureError("it seeds the generators, once and not at each replay")
+            self.flush()
+            say()
 
     def after_put(self) -> None:
         """Called by slow paths after ``put``: bounds a buffer of calls that take no slots, and runs op by op if asked."""

@@ -43,6 +43,7 @@ from dtorch.transport.messages import (
     Copy,
     Define,
     Definition,
+    Generators,
     Held,
     Layout,
     PlaceFinal,
@@ -52,7 +53,6 @@ from dtorch.transport.messages import (
     Reread,
     Resume,
     Resumed,
-    Seed,
     Snapshots,
     Stop,
 )
@@ -63,8 +63,6 @@ if TYPE_CHECKING:
 MAX_STRIKES = 2
 """Losses without any progress between them, after which only calls run again that nobody has died of: some other one may be
 what ends the workers. After as many more nothing runs again."""
-
-States = dict[str, bytes]
 
 
 class Recovery:
@@ -98,7 +96,8 @@ class Recovery:
         self._spots: dict[Place, Place] = {}  # place -> the device of the worker that it moves to, where others place devices
         self._backing: dict[Place, str] = {}  # "kind:number" of what stands for a place that was moved
         self._tickets: list[int] = []
-        self._states: dict[int, States] = {}  # batch -> where the generators stood when it began
+        self._states: dict[int, Generators] = {}  # batch -> where they stood when it began
+        self._origins: dict[int, int] = {}  # batch -> the one at whose beginning they stood as at its own
         self._missing: set[int] = set()  # batches for which that was asked
         self._resuming: set[int] = set()
         self._summary: Regained | None = None
@@ -340,11 +339,11 @@ class Recovery:
             snapshots=frozenset(known),
             redo=self._trust(),
         )
-        if not self._answers and found.stretch is not None and not self._can_draw_from_seed(found.stretch):
+        if not self._answers and not self.lineage.draws_are_known(controller.seeds.alive):
             worker, reason = next(iter(self._reasons.items()))
             return [Lost(worker, f"{reason}; no worker is left that knows where the random numbers stood")]
-        wanted = self._wanted_states(found)
-        missing = {seq for seq in wanted if seq not in self._states}
+        self._origins = self._find_origins(found, known)
+        missing = set(self._origins.values()) - self._states.keys()
         if missing:
             return self._ask_states(missing)
         return self._go(found, places)
@@ -354,31 +353,23 @@ class Recovery:
             return Again.ALL
         return Again.PROVEN if self._strikes <= 2 * MAX_STRIKES else Again.NONE
 
-    def _can_draw_from_seed(self, stretch: int) -> bool:
-        """Whether all draws since the generators were seeded are in the lineage."""
-        records = self.lineage.records
-        start = next(i for i, record in enumerate(records) if record.seq == stretch)
-        return records[start].seed is not None and not any(r.entry is None and r.random for r in records[start:])
-
     def _furthest(self) -> Held | None:
         return max(self._answers.values(), key=lambda a: (a.seq, a.draws), default=None)
 
-    def _wanted_states(self, found: Rescue) -> set[int]:
-        """Batches for which the generators' state at the beginning must be known."""
+    def _find_origins(self, found: Rescue, known: set[int]) -> dict[int, int]:
+        """For batches before which all generators must stand where they stood: the batch whose snapshot says where."""
         furthest = self._furthest()
-        wanted = set()
+        origins = {}
         for part in found.parts:
             seq = part.record.seq
-            if not any(step.facts.random for step in part.steps):
-                continue
             if found.stretch is None or seq < found.stretch:
-                wanted.add(seq)
-            elif seq == found.stretch and part.record.seed is None and furthest is not None:
-                if any(seq in answer.snapshots for answer in self._answers.values()):
-                    wanted.add(seq)
-                else:
+                if any(step.facts.random for step in part.steps):
+                    origins[seq] = seq
+            elif seq == found.stretch and furthest is not None:
+                origins[seq] = min((later for later in known if later >= seq), default=seq)
+                if origins[seq] not in known:  # nobody has drawn since
                     self._states[seq] = furthest.states
-        return wanted
+        return origins
 
     def _ask_states(self, missing: set[int]) -> list[Instruction]:
         out: list[Instruction] = []
@@ -416,14 +407,15 @@ class Recovery:
         definitions = (*controller.definition_table.values(), *self._forgotten(found))
         everything = Define(session, tuple(controller.meshes), definitions, controller.programs)
         out += controller.broadcast(encode(everything), fresh)
-        if not self._answers and controller.seed is not None:
-            out += controller.broadcast(encode(controller.seed), fresh)
+        if not self._answers and self.lineage.seeds.seeds:
+            for mark in self.lineage.seeds.marks(session):
+                out += controller.broadcast(encode(mark), fresh)
         out += controller.broadcast(encode(self._regroup(found, places, before, hosts)), workers)
         for part in found.parts:
-            seed: Seed | None = part.record.seed
             draws = found.stretch is not None and part.record.seq >= found.stretch
+            marks = part.record.seeds.marks(session) if draws and part.record.seeds is not None else ()
             out += [Settled(tap.fetch.ticket, (), (0, LOST)) for tap in part.taps if tap.lost]
-            if not part.steps and all(tap.lost for tap in part.taps) and not (seed is not None and draws):
+            if not part.steps and all(tap.lost for tap in part.taps) and not marks:
                 continue
             redo = Redo(
                 session,
@@ -432,8 +424,8 @@ class Recovery:
                 tuple(map(_redone, part.steps)),
                 part.record.uploads if part.record.uploads and any(s.facts.upload for s in part.steps) else (),
                 tuple(_reread(tap) for tap in part.taps if not tap.lost),
-                seed.seed if seed is not None and draws else None,
-                self._states.get(part.record.seq),
+                self._states.get(self._origins.get(part.record.seq, -1)),
+                marks,
             )
             for stream in part.record.streams if redo.uploads else ():
                 for frame in stream.frames:  # they came before their batch, and come again before it
@@ -443,6 +435,9 @@ class Recovery:
         states = furthest.states if furthest is not None and found.stretch is None else None
         finals = self._finals(found, before, hosts)
         out += controller.broadcast(encode(Resume(session, epoch, self._last_seq, finals, states)), workers)
+        if self.lineage.pending is not None:  # whoever had halted has not heard of it
+            for mark in self.lineage.pending.marks(session):
+                out += controller.broadcast(encode(mark), workers)
         lost = {tap.fetch.ticket for part in found.parts for tap in part.taps if tap.lost}
         controller.awaited.again(lost, controller.workers_of)
         self._progress_at = self._last_seq

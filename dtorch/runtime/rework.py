@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dtorch.runtime import joint, snapshots
+from dtorch.runtime import joint
 from dtorch.runtime.arrivals import Arrival
 from dtorch.runtime.binding import Bound
 from dtorch.runtime.executor import Executor, Position
@@ -91,7 +91,8 @@ class Rework:
         seq, done, draws = executor.position
         known = executor.snapshots.seqs
         return Held(
-            executor.session, asked.epoch, executor.worker, seq, from_mask(done), draws, tuple(places), known, snapshots.read()
+            executor.session, asked.epoch, executor.worker, seq, from_mask(done), draws, tuple(places), known,
+            executor.generators.read(),
         )
 
     def snapshots(self, asked: AskSnapshots) -> Snapshots:
@@ -202,11 +203,13 @@ class Rework:
                 if value is not None:
                     values.append(value)
 
-        if message.seed is not None:
-            torch.manual_seed(message.seed)
         if message.states is not None:
-            snapshots.write(message.states)
-            executor.snapshots.put(message.seq, message.states)
+            executor.generators.write(message.states)
+        for mark in message.marks:
+            executor.generators.mark(mark)
+        definitions = executor.binder.definitions
+        if any(definitions[redone.call[0]].params.get("random") for redone in message.calls):
+            executor.snapshots.take_again(message.seq)
         with executor.beside(self._scratch, message.seq, uploads):
             self._guard(work)
         return () if self._broken else tuple(values)
@@ -301,7 +304,7 @@ class Rework:
             if index not in hosted:
                 store.clear()
         if message.states is not None:
-            snapshots.write(message.states)
+            executor.generators.write(message.states)
         executor.position = Position(message.seq + 1, 0, 0)
         executor.torn.clear()
         executor.halted = False

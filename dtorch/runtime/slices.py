@@ -239,6 +239,7 @@ class _Walk:
         for seq, fetch in taps:
             self._taps.setdefault(seq, []).append(fetch)
         self._sources: dict[tuple[int, int], dict[int, list[int]]] = {}
+        self._nobody = all(standing.position == (0, 0) for standing in standings)  # is left who has executed anything
         self._stretch = self._where_draws_begin()
 
     # ---- forward
@@ -319,15 +320,15 @@ class _Walk:
     def _where_draws_begin(self) -> int | None:
         """Index of the first record whose draws must all happen, so that every generator ends where the program has it."""
         records = self._lineage.records
-        last_seed = max((i for i, record in enumerate(records) if record.seed is not None), default=-1)
         reached = max((point.base for point in self._at), default=0)
         undone = next((n for n in self._draws if not any(point.has(n) for point in self._at)), self._end)
         first = bisect_left(self._bases, undone + 1) - 1 if undone < self._end else len(records)
         while 0 <= first < len(records) and not self._bodies[first]:
             first -= 1
-        if last_seed >= 0 and self._bases[last_seed] >= reached:
-            unseeded = next(i for i, r in enumerate(records) if r.seed is not None and self._bases[i] >= reached)
-            first = min(first, unseeded)
+        # What was dropped has been executed by whoever is left.
+        marked = (r.seeds is not None and (self._nobody or r.entry is not None) for r in records)
+        unmarked = next((i for i, m in enumerate(marked) if m and self._bases[i] >= reached), len(records))
+        first = min(first, unmarked)
         return first if first < len(records) else None
 
     # ---- versions
@@ -382,7 +383,7 @@ class _Walk:
                 part.taps.append(self._tap(fetch, self._bases[i] + len(self._bodies[i])))
             if self._need or (self._stretch is not None and i >= self._stretch):
                 self._back_through(i, part)
-            if part.steps or part.taps or (self._stretch is not None and i >= self._stretch and part.record.seed):
+            if part.steps or part.taps or (self._stretch is not None and i >= self._stretch and part.record.seeds):
                 parts.append(part)
         parts.reverse()
         leaves = self._choose_sources()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from typing_extensions import assert_never
 
-from dtorch.runtime import snapshots
 from dtorch.runtime.arrivals import Arrival, InMessage, InSegment, InStream
 from dtorch.runtime.comm import Place
 from dtorch.runtime.executor import Executor
@@ -136,13 +135,13 @@ class Worker:
             case Allow(_, names):
                 if self._allow is not None:
                     self._allow(names)
-            case Seed(session, seed):
+            case Seed(session):
                 if not self._session(session).halted:
-                    torch.manual_seed(seed)
+                    self._session(session).generators.mark(message)
             case AskRandomState(session, ticket):
-                self._send(RandomState(session, ticket, snapshots.read()))
-            case RandomState(_, _, states):
-                snapshots.write(states)
+                self._send(RandomState(session, ticket, self._session(session).generators.read()))
+            case RandomState(session, _, states):
+                self._session(session).generators.write(states)
             case AskStatistics(session, ticket, wants_memory, reset_peak):
                 executor = self._session(session)
                 memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()

@@ -141,9 +141,23 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     sig: int
 
 
-class Seed(msgspec.Struct, frozen=True, tag="seed"):
+class Seed(msgspec.Struct, frozen=True, tag="seed", omit_defaults=True):
+    """From here on draw from stream ``stream``: where it stands or, with ``seed``, as after torch.manual_seed.
+
+    A session has one stream of random numbers for each task that seeds, and stream 0 for everybody else.
+    """
+
     session: int
-    seed: int
+    seed: int | None
+    stream: int = 0
+    ended: tuple[int, ...] = ()  # streams that nobody will draw from again
+
+
+class Generators(msgspec.Struct, frozen=True):
+    """Where the generators of a session stand."""
+
+    stream: int  # the one that is drawn from
+    states: dict[int, dict[str, bytes]]  # stream -> device kind -> generator state as torch gives it
 
 
 class Allow(msgspec.Struct, frozen=True, tag="allow"):
@@ -187,7 +201,7 @@ class RandomState(msgspec.Struct, frozen=True, tag="random_state"):
 
     session: int
     ticket: int
-    states: dict[str, bytes]  # device kind -> generator state as torch gives it
+    states: Generators
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -277,8 +291,8 @@ class Redo(msgspec.Struct, frozen=True, tag="redo"):
     calls: tuple[Redone, ...]
     uploads: tuple[Blob | SharedBlob | StreamBlob, ...] = ()
     rereads: tuple[Reread, ...] = ()
-    seed: int | None = None  # to seed the generators with before
-    states: dict[str, bytes] | None = None  # where the generators are to stand before
+    states: Generators | None = None  # where the generators are to stand before
+    marks: tuple[Seed, ...] = ()  # what the client said of them then, just before this batch
 
 
 class PlaceFinal(msgspec.Struct, frozen=True, array_like=True):
@@ -298,7 +312,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     epoch: int
     seq: int
     finals: tuple[PlaceFinal, ...]
-    states: dict[str, bytes] | None = None  # of the generators
+    states: Generators | None = None
 
 
 # ---- worker -> controller
@@ -401,15 +415,15 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     draws: int  # how many of these draw random numbers
     places: tuple[PlaceHeld, ...]
     snapshots: tuple[int, ...]  # batches for which it knows where the generators stood
-    states: dict[str, bytes]  # where its generators stand
+    states: Generators  # where they stand here
 
 
 class Snapshots(msgspec.Struct, frozen=True, tag="snapshots"):
-    """Answer to AskSnapshots: batch -> device kind -> generator state."""
+    """Answer to AskSnapshots: batch -> where the generators stood."""
 
     session: int
     epoch: int
-    states: dict[int, dict[str, bytes]]
+    states: dict[int, Generators]
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed"):
