@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -141,34 +140,6 @@ def test_wrong_keys_and_wrong_roles_are_refused(tmp_path: Path) -> None:
 
 
 # ---- many clients
-
-
-def test_tasks_of_a_client_have_seeds_of_their_own(home: Cluster) -> None:
-    async def task(seed: int, mine: asyncio.Event, others: asyncio.Event) -> list[list[float]]:
-        made = []
-        for k in range(3):
-            await mine.wait()
-            mine.clear()
-            if not k:
-                dtorch.manual_seed(seed)
-            made.append(dtorch.rand(3, device_mesh=dtorch.DeviceMesh("cpu", [0, 1, 2, 3])))
-            others.set()
-        return [await x.tolist_async() for x in made]
-
-    async def main() -> list[list[list[float]]]:
-        one, other = asyncio.Event(), asyncio.Event()
-        one.set()
-        return await asyncio.gather(task(1, one, other), task(2, other, one))
-
-    session = home.session(home.key("ann"), "ann")
-    try:
-        with using(session):
-            found = asyncio.run(main())
-    finally:
-        session.close()
-    for seed, drawn in enumerate(found, 1):
-        torch.manual_seed(seed)
-        assert drawn == [torch.rand(3).tolist() for _ in range(3)]
 
 
 def test_sessions_do_not_meet(home: Cluster) -> None:

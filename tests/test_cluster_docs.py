@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -126,3 +127,34 @@ def test_each_session_draws_from_generators_of_its_own(terminal: Terminal) -> No
     finally:
         for session in sessions:
             session.close()
+
+
+def test_tasks_of_a_client_have_seeds_of_their_own(terminal: Terminal) -> None:
+    key = (terminal.folder / "alice.key").read_text().strip()
+    tls = trust(terminal.folder / "cert.pem")
+    session = Session(Options(target=Target(f"wss://127.0.0.1:{terminal.port}", key, tls)))
+
+    async def task(seed: int, mine: asyncio.Event, others: asyncio.Event) -> list[list[float]]:
+        made = []
+        for k in range(3):
+            await mine.wait()
+            mine.clear()
+            if not k:
+                dtorch.manual_seed(seed)
+            made.append(dtorch.rand(3, device_mesh=dtorch.DeviceMesh("cpu", [0, 1, 2])))
+            others.set()
+        return [await x.tolist_async() for x in made]
+
+    async def main() -> list[list[list[float]]]:
+        one, other = asyncio.Event(), asyncio.Event()
+        one.set()
+        return await asyncio.gather(task(1, one, other), task(2, other, one))
+
+    try:
+        with using(session):
+            found = asyncio.run(main())
+    finally:
+        session.close()
+    for seed, drawn in enumerate(found, 1):
+        torch.manual_seed(seed)
+        assert drawn == [torch.rand(3).tolist() for _ in range(3)]
