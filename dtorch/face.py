@@ -23,9 +23,12 @@ import torch
 from dtorch import policy
 from dtorch.future import TensorFuture
 from dtorch.ops import _op
+from dtorch.ops._call import has_no_values
 from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator
+from dtorch.ops._nothing import nothing
 from dtorch.ops._op import Op
 from dtorch.ops._ways import LEADING, Way, find_way, put
+from dtorch.ops.index import sliced
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import Signature
@@ -50,6 +53,8 @@ class TorchTensor(torch.Tensor, TensorFuture):
 
     It has torch's methods and those of ``dtorch.Tensor``: ``placements``, ``redistribute``, ``value``, ``to_torch``.
     """
+
+    __slots__ = ("_native",)
 
     _native: Tensor
     _is_param: bool
@@ -141,10 +146,11 @@ class TorchTensor(torch.Tensor, TensorFuture):
 def faced(tensor: Tensor) -> TorchTensor:
     """The torch face of a ``dtorch.Tensor``. No copy: what is written through one is seen through the other."""
     spec = tensor._spec
-    # by position: keywords cost a quarter more
-    made: TorchTensor = _make(
-        TorchTensor, spec.shape, None, None, None, spec.dtype, torch.strided, device_of(spec.mesh.device_type)
-    )
+    form = spec.face
+    if form is None:  # by position: keywords cost a quarter more
+        kind = device_of(spec.mesh.device_type)
+        form = spec.face = TorchTensor, spec.shape, None, None, None, spec.dtype, torch.strided, kind
+    made: TorchTensor = _make(*form)
     made._native = tensor
     return made
 
@@ -233,7 +239,27 @@ def _faced_way(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
     values = (*args, *kwargs.values())
     if num is not None and all(type(value) is TorchTensor for value in values[:num]):
         return _LEADING_FACES[num]
+    lists = [at for at, value in enumerate(values) if type(value) in (list, tuple) and next(_faces(value), None) is not None]
+    if len(lists) == 1 and not any(type(value) is TorchTensor for value in values):
+        return _list_of_faces(lists[0], native)
     return lambda values: native(tuple([_unwrap(value) for value in values]))
+
+
+def _list_of_faces(place: int, native: Way) -> Way:
+    """Of ``native`` for calls with a list at ``place``, of faces and of plain tensors without elements, as caches of keys and
+    values begin with them."""
+
+    def way(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        own: list[Any] = [v._native if type(v) is TorchTensor else v for v in values[place]]
+        for at, value in enumerate(own):
+            if type(value) is torch.Tensor:
+                like = next((v._spec for v in own if type(v) is Tensor), None)
+                if like is None or value.numel() or has_no_values(value) or like.session.recorder.is_capturing:
+                    return None, ()
+                own[at] = nothing(like.session, value, like.mesh)
+        return native((*values[:place], own, *values[place + 1 :]))
+
+    return way
 
 
 def _one_face(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -529,7 +555,22 @@ def _operator(op: Callable[..., Any], name: str) -> Callable[[TorchTensor, Any],
     return call
 
 
+def _getitem(self: TorchTensor, index: Any) -> Any:
+    made = sliced(self._native, index, _slice_slowly, _getframe(1))
+    return _run(METHODS["__getitem__"], (self, index), {}, _getframe(1)) if made is None else faced(made)
+
+
+_slice_slowly = OPS["torch.Tensor.__getitem__"].ways.slowly_repairing
+
+
+def _to(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
+    if not kwargs and len(args) == 1 and args[0] is self._native._spec.dtype:
+        return self
+    return _run(METHODS["to"], (self, *args), kwargs, _getframe(1))
+
+
 def _attach() -> None:
+    TorchTensor.__getitem__, TorchTensor.to = _getitem, _to  # type: ignore[method-assign,assignment]
     taken = set(TorchTensor.__dict__)
     for name, op in METHODS.items():
         if name not in taken and name not in ("size", "dim"):

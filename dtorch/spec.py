@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,14 +25,16 @@ class Spec:
     """Facts shared by all tensors that look alike in one session. Made by ``Session.spec`` only.
 
     ``dead`` and ``wake`` belong to the recorder: a dying tensor appends its slot to ``dead`` (its mesh's list) and calls
-    ``wake`` when it is the first.
+    ``wake`` when it is the first. ``face`` belongs to ``face.py``.
     """
 
     __slots__ = (
+        "_is_contiguous",
         "_meta",
         "codes",
         "dead",
         "dtype",
+        "face",
         "is_param",
         "layout",
         "link",
@@ -76,6 +78,15 @@ class Spec:
         self.layout = Layout(mesh_number, tuple(shape), dtype_name(dtype), codes)
         self.size_bytes = math.prod(shape) * dtype.itemsize
         self._meta: torch.Tensor | None = None
+        self._is_contiguous: bool | None = None
+        self.face: tuple[Any, ...] | None = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether torch calls a tensor of this shape and these strides contiguous."""
+        if self._is_contiguous is None:
+            self._is_contiguous = self.meta.is_contiguous()
+        return self._is_contiguous
 
     @property
     def meta(self) -> torch.Tensor:

@@ -381,3 +381,16 @@ def test_two_sessions_do_not_mix() -> None:
     with pytest.raises((dtorch.MeshError, dtorch.SessionClosedError)):
         new + old
     assert torch.equal(new.to_torch(), torch.ones(3))
+
+
+def test_out_is_never_a_plain_tensor(mesh: DeviceMesh) -> None:
+    """Nor is it taken to the mesh like other plain tensors: what is written there would be lost."""
+    x, plain = dtorch.ones((2, 3), device_mesh=mesh), torch.zeros(2, 3)
+    for call in (
+        lambda: torch.add(x, x, out=plain),
+        lambda: torch.add(x, torch.ones(2, 3), out=plain),
+        lambda: torch.add(input=x, other=torch.ones(2, 3), out=plain),
+    ):
+        with pytest.raises(TypeError, match="argument 'out' must be a dtorch"):
+            call()
+    assert not plain.any()

@@ -96,6 +96,30 @@ def test_calls_of_one_pattern_are_told_apart(x: Any) -> None:
         assert torch.equal(x.add(2.5).to_torch(), A + 2.5)
 
 
+def test_lists_of_one_pattern_are_told_apart(x: Any) -> None:
+    """As a cache makes them: first a plain tensor without elements beside a face, then faces alone."""
+    empty = torch.tensor([])
+    for _ in range(3):
+        assert torch.equal(torch.cat([empty, x], dim=-2).to_torch(), A)
+        assert torch.equal(torch.cat([x, x], dim=-2).to_torch(), torch.cat([A, A]))
+        assert torch.equal(torch.cat([torch.ones(1, 5), x], dim=-2).to_torch(), torch.cat([torch.ones(1, 5), A]))
+        assert torch.equal(torch.cat([x, empty, x.native], dim=0).to_torch(), torch.cat([A, A]))
+        with pytest.raises(TypeError, match="meta device"):
+            torch.cat([empty.to("meta"), x], dim=-2)
+    assert torch.cat([empty.double(), x], dim=-2).dtype == torch.float64
+
+
+def test_what_changes_nothing_gives_the_tensor_itself(x: Any) -> None:
+    assert x.contiguous() is x
+    assert x.to(torch.float32) is x
+    assert x.to(dtype=torch.float32) is x
+    turned = x.mT.contiguous()
+    assert turned.is_contiguous()
+    assert torch.equal(turned.to_torch(), A.mT)
+    assert torch.equal(x.to(torch.float64).to_torch(), A.double())
+    assert x.native.contiguous() is x.native
+
+
 def test_native_and_faced_together_answer_torch_faced(x: Any) -> None:
     native = x.native
     for made in (native + x, x + native, torch.add(native, x), dtorch.add(native, x), dtorch.cat([native, x])):

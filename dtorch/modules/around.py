@@ -16,10 +16,12 @@ from dtorch.interop import factories_off, factories_on
 from dtorch.mesh import DeviceMesh
 from dtorch.modules.plans import BATCH_AXES, SEQUENCE_AXES
 from dtorch.ops._call import refuse_without_values
+from dtorch.ops.redistribute import placed
 from dtorch.placement import Placement, Replicate, Shard
 from dtorch.session import current_session
 from dtorch.tensor import Tensor
 
+_REPLICATE = Replicate()
 Args = tuple[Any, ...]
 Named = dict[str, Any]
 
@@ -29,13 +31,18 @@ class Gather:
 
     def __init__(self, axis: str | int) -> None:
         self.axis = axis
+        self._axes: dict[DeviceMesh, tuple[int, ...] | None] = {}  # of meshes met: the axis; None where it is not there
 
     def __call__(self, module: torch.nn.Module, args: Any, out: Any) -> Any:
-        if type(out) is TorchTensor:
-            mesh = out.device_mesh
-            if isinstance(self.axis, int) or self.axis in (mesh.dim_names or ()):
-                return whole(out, (mesh.axis(self.axis),))
-        return out
+        if type(out) is not TorchTensor:
+            return out
+        mesh = out.device_mesh
+        try:
+            axes = self._axes[mesh]
+        except KeyError:
+            is_there = isinstance(self.axis, int) or self.axis in (mesh.dim_names or ())
+            axes = self._axes[mesh] = (mesh.axis(self.axis),) if is_there else None
+        return out if axes is None else whole(out, axes)
 
 
 class SplitTokens:
@@ -162,8 +169,8 @@ class Leave(_Unscripted):
 def whole(value: TorchTensor, axes: tuple[int, ...]) -> TorchTensor:
     """``value`` replicated along ``axes``, and summed up along others."""
     before = value.placements
-    wanted = tuple(Replicate() if i in axes or p.is_partial() else p for i, p in enumerate(before))
-    return value if wanted == before else value.redistribute(wanted)
+    wanted = tuple([_REPLICATE if i in axes or p.is_partial() else p for i, p in enumerate(before)])
+    return value if wanted == before else faced(placed(value._native, wanted))
 
 
 def moved(value: TorchTensor, mesh: DeviceMesh) -> TorchTensor:

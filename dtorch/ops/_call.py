@@ -105,21 +105,23 @@ class Call:
 Rule = Callable[[Call], "list[Sig]"]
 
 
+def has_no_values(given: torch.Tensor) -> str:
+    """Why a plain tensor cannot be put on a mesh, in words that follow "a plain tensor"; "" where it can."""
+    if given.is_nested or given.is_quantized:
+        return "that is nested" if given.is_nested else "that is quantized"
+    if given.is_meta:
+        return "on the meta device"
+    return "" if given.layout == torch.strided else f"of layout {given.layout}"
+
+
 def refuse_without_values(what: str, given: Any) -> None:
     """Raise TypeError for a plain tensor, in nested sequences as well, that cannot be put on a mesh; ``what`` names it."""
     if isinstance(given, (list, tuple)):
         for value in given:
             refuse_without_values(what, value)
         return
-    if not isinstance(given, torch.Tensor):
-        return
-    if given.is_nested or given.is_quantized:
-        kind = "that is nested" if given.is_nested else "that is quantized"
-    elif given.is_meta:
-        kind = "on the meta device"
-    elif given.layout != torch.strided:
-        kind = f"of layout {given.layout}"
-    else:
+    kind = has_no_values(given) if isinstance(given, torch.Tensor) else ""
+    if not kind:
         return
     raise TypeError(
         f"{what} is a plain tensor {kind}; only dense tensors with values can be mixed in (they are taken as replicated)"

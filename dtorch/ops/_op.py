@@ -140,30 +140,18 @@ class Op:
         key: list[Any] = []
         ins: list[int] = []
         nums: list[Any] = []
-        for position, a in enumerate(args):
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, a in given:
+            if type(name) is str:
+                if name == "out":
+                    return write_out(self, args, kwargs)
+                key += _NAMED, name
             t = type(a)
             if t in (int, float):
                 key.append(t)
-                if self.is_number(position):
-                    nums.append(a)
-                else:
-                    key.append(a)
+                (nums if self.is_number(name) else key).append(a)
             elif not _key(a, key, ins):
-                return self._convert(args, kwargs, frame)
-        if "out" in kwargs:
-            return write_out(self, args, kwargs)
-        for name, a in kwargs.items():
-            key.append(_NAMED)
-            key.append(name)
-            t = type(a)
-            if t in (int, float):
-                key.append(t)
-                if self.is_number(name):
-                    nums.append(a)
-                else:
-                    key.append(a)
-            elif not _key(a, key, ins):
-                return self._convert(args, kwargs, frame)
+                return self._convert(args, kwargs, frame, cache, quick_key)
         sig = self.cache.get(tuple(key))
         if sig is None:
             done, sig = self._define(args, kwargs, tuple(key), frame)
@@ -231,11 +219,20 @@ class Op:
 
     # ---- what the quick path does not know
 
-    def _convert(self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+    def _convert(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        cache: dict[Any, Signature],
+        quick_key: Any,
+    ) -> Any:
         """Arguments of foreign types: plain torch tensors become replicated, numpy scalars become numbers."""
         answered = mixed(self, args, kwargs)
         if answered is not None:
             return answered[0]
+        if kwargs.get("out") is not None:
+            check_out(self, kwargs["out"])
         mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
         for name, given in (*enumerate(args), *kwargs.items()):
             refuse_without_values(f"{self.name}: argument {name!r}", given)
@@ -278,6 +275,8 @@ class Op:
         kwargs = {k: convert(v) for k, v in kwargs.items()}
         if not changed:
             raise TypeError(f"{self.name}: these arguments are not supported: {args!r} {kwargs!r}")
+        if quick_key is not None:
+            return self.slowly(args, kwargs, frame, cache, quick_key)
         return self.record(args, kwargs, frame)
 
     def _define(
@@ -592,6 +591,6 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
 
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, mutated, refresh_all, wrote  # noqa: E402
-from dtorch.ops._out import write_out  # noqa: E402
+from dtorch.ops._out import check_out, write_out  # noqa: E402
 from dtorch.ops._ways import Ways  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

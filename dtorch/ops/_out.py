@@ -29,16 +29,22 @@ def write_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = kwargs.pop("out")
     if out is None:
         return op.record(args, kwargs)
-    targets = out if isinstance(out, (tuple, list)) else (out,)
-    for target in targets:
-        if not isinstance(target, Tensor):
-            raise TypeError(f"{op.name}(): argument 'out' must be a dtorch.Tensor, not {type(target).__name__}")
+    targets = check_out(op, out)
     _verify(op, args, {**kwargs, "out": out}, targets)
     result = op.record(args, kwargs)
     results = result if isinstance(result, (tuple, list)) else (result,)
     if op.random and (wrong := next((t for t, v in zip(targets, results, strict=True) if v.dtype != t.dtype), None)):
         raise RuntimeError(f"{op.short_name} expects an out tensor of {results[0].dtype}, got: {wrong.dtype}")
     return written(out, result)
+
+
+def check_out(op: Op, out: Any) -> Any:
+    """The tensors that were given as ``out``; raises TypeError where one is not on a mesh."""
+    targets = out if isinstance(out, (tuple, list)) else (out,)
+    for target in targets:
+        if not isinstance(target, Tensor):
+            raise TypeError(f"{op.name}(): argument 'out' must be a dtorch.Tensor, not {type(target).__name__}")
+    return targets
 
 
 def written(out: Any, result: Any) -> Any:

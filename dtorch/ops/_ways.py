@@ -184,7 +184,7 @@ def find_way(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
     if "out" in kwargs:
         return _unknown
     if not tensors:
-        if len(sequences) == 1 and not numbers and {*map(type, values[sequences[0]])} == {Tensor}:
+        if len(sequences) == 1 and not numbers:
             return _of_list(sequences[0], _picker(statics))
         return _unknown
     leading = tensors == [*range(len(tensors))]

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import _getframe
+from types import FrameType
 from typing import Any
 
 import torch
@@ -275,6 +276,20 @@ def _quick_key(spec: Any, index: tuple[Any, ...]) -> Any:
     return tuple(parts)
 
 
+def sliced(input: Tensor, index: Any, slowly: Callable[..., Any], frame: FrameType) -> Tensor | None:
+    """``input[index]`` for an index of slices, None and Ellipsis only; None for others. ``slowly`` records what is new."""
+    kind = type(index)
+    if not (kind is slice or (kind is tuple and index) or index is None or index is Ellipsis):
+        return None
+    key = _quick_key(input._spec, index if kind is tuple else (index,))
+    if key is None:
+        return None
+    sig = _quick.get(key)
+    if sig is not None:
+        return put(_basic_op, sig, (input._slot,), (input, index), frame)  # type: ignore[no-any-return]
+    return slowly((input, index), {}, frame, _quick, key)  # type: ignore[no-any-return]
+
+
 @front("__getitem__")
 def getitem(input: Tensor, index: Any) -> Tensor:
     """``x[index]``, any index that torch takes. A mask waits for the number of its true elements.
@@ -287,13 +302,9 @@ def getitem(input: Tensor, index: Any) -> Tensor:
         input = as_tensor(input, next(v for v in (index if kind is tuple else (index,)) if isinstance(v, Tensor)))
     if kind is int and input.ndim:
         return select(input, 0, index)
-    if kind is slice or (kind is tuple and index) or index is None or index is Ellipsis:
-        key = _quick_key(input._spec, index if kind is tuple else (index,))
-        if key is not None:
-            sig = _quick.get(key)
-            if sig is not None:
-                return put(_basic_op, sig, (input._slot,), (input, index), _getframe(1))  # type: ignore[no-any-return]
-            return _basic_op.slowly((input, index), {}, _getframe(1), _quick, key)  # type: ignore[no-any-return]
+    made = sliced(input, index, _basic_op.slowly, _getframe(1))
+    if made is not None:
+        return made
     parsed = parse(input, index)
     x: Any = input
     if not parsed.trivial or not (parsed.tensors or parsed.masks):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dtorch.mesh import DeviceMesh
 from dtorch.ops._affine import affine, partial_through, region
 from dtorch.ops._call import Call, R, Sig, sharded
 from dtorch.ops._out import taking_out
@@ -181,6 +182,14 @@ def front(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 front("select")(select)
 
 
+@front("contiguous")
+def contiguous(input: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    """``Tensor.contiguous``: as in torch, the tensor itself where it is contiguous already."""
+    if memory_format is torch.contiguous_format and input._spec.is_contiguous:
+        return input
+    return OPS["torch.Tensor.contiguous"].record((input,), {"memory_format": memory_format}, _getframe(1))
+
+
 # ---- views that follow another tensor
 
 
@@ -330,8 +339,9 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: a device of another kind than the mesh's: redistribute(device_mesh=...) moves tensors.
     """
-    from dtorch.mesh import DeviceMesh
-
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.dtype:
+        (dtype,) = args
+        return input if dtype is input._spec.dtype else OPS["torch.Tensor.to"].record((input, dtype), {}, _getframe(1))
     dtype = kwargs.pop("dtype", None)
     device = kwargs.pop("device", None)
     copy = kwargs.pop("copy", False)
