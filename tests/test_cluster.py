@@ -224,7 +224,7 @@ def cut(home: Cluster, number: int) -> None:
     def abort() -> None:
         link = home.head.sessions[number].link._link
         assert link is not None
-        link._ws._req.transport.abort()  # type: ignore[attr-defined, union-attr]
+        link.abort()
 
     home.do(abort)
 
@@ -271,7 +271,7 @@ def test_a_worker_comes_back_after_a_break(tmp_path: Path) -> None:
                     x = x + 1
 
                     def abort() -> None:
-                        next(iter(home.head.workers.values())).link._link._ws._req.transport.abort()  # type: ignore
+                        next(iter(home.head.workers.values())).link._link.abort()  # type: ignore
 
                     home.do(abort)
                     assert x.sum().item() == 4.0 * (number + 2)

@@ -66,7 +66,7 @@ GOOD: tuple[Any, ...] = (
     Reserve(1, 1, "cpu", (0, 1)),
     Define(1, (MeshInfo(1, "cpu", (2,), (0, 1)),), (NEG,)),
     Submit(1, 1, (1,), msgspec.msgpack.encode(([[1, 0, 1]], [[1, [0]]])), (1,), (Blob(b"x"), StreamBlob(1, 4))),
-    Part(1, 1, 0, memoryview(b"1234"), 1, 4),
+    Part(1, 1, 0, 4, 1, (), memoryview(b"1234")),
     Seed(1, 3),
     AskStatistics(1, 2, True, False),
     said.Enlist(1, 2, (("cpu", 0),), "w", {"rack": "a"}),
@@ -200,8 +200,8 @@ async def test_a_client_is_held_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -
     home = Home()
     for message, text in (
         (Submit(1, 1, (), msgspec.msgpack.encode(([], [])), (), (), (Fetch(1, 0, 1, (0,), SharedBlob(1, 2, 0, 8)),)), "shared"),
-        (Part(1, 1, 0, memoryview(bytes(said.PART_BYTES + 1)), 1, 8), "above"),
-        (Part(1, 1, 0, memoryview(b"1"), 7, 8), "unknown"),
+        (Part(1, 1, 0, 8, 1, (), memoryview(bytes(said.PART_BYTES + 1))), "above"),
+        (Part(1, 1, 0, 8, 7, (), memoryview(b"1")), "unknown"),
         (Define(1, (MeshInfo(1, "cpu", (1 << 30,), (0,)),), ()), "does not fit"),
         (Define(1, (MeshInfo(1, "cpu", (1,), (0,), (1,)),), ()), "does not say"),
         (Define(1, (MeshInfo(1, "cpu", (1,), (0,)),), ()), "not there"),

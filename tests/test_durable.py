@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtorch.transport.codec import Frame
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError
 from dtorch.transport.link import Link, memory_pair
-from dtorch.transport.numbered import ACK_FRAMES, HEAD, Numbered
+from dtorch.transport.numbered import (
+    ACK_FRAMES,
+    HEAD,
+    LEAST_WINDOW_BYTES,
+    MOST_WINDOW_BYTES,
+    WINDOW_S,
+    Numbered,
+    Pace,
+)
 
 PATIENCE_S = 20.0  # an upper bound that only a failing test meets
 
@@ -32,7 +41,7 @@ def test_what_is_sent_arrives_once_and_in_order(steps: list[str]) -> None:
         if wires[me]:
             frame = ends[me].receive(wires[me].popleft())
             if frame is not None:
-                heard[me].append(frame)
+                heard[me].append(bytes(frame))
             answer = ends[me].acknowledgement()
             if answer is not None:
                 wires[other[me]].append(answer)
@@ -41,7 +50,7 @@ def test_what_is_sent_arrives_once_and_in_order(steps: list[str]) -> None:
         for me in ends:
             wires[me].clear()
         for me in ends:
-            wires[other[me]].extend(ends[me].again(ends[other[me]].received))
+            wires[other[me]].extend(map(b"".join, ends[me].again(ends[other[me]].received)))
 
     for step in steps:
         if step == "break":
@@ -51,7 +60,7 @@ def test_what_is_sent_arrives_once_and_in_order(steps: list[str]) -> None:
         if what == "sends":
             frame = f"{me}{len(sent[me])}".encode()
             sent[me].append(frame)
-            wires[other[me]].append(ends[me].send(frame))
+            wires[other[me]].append(b"".join(ends[me].send(frame[:1], memoryview(frame)[1:])))
         else:
             hear(me)
     reconnect()
@@ -68,16 +77,33 @@ def test_what_is_sent_arrives_once_and_in_order(steps: list[str]) -> None:
 def test_acknowledgements_are_owed_and_paid() -> None:
     a, b = Numbered(), Numbered()
     for _ in range(ACK_FRAMES - 1):
-        b.receive(a.send(b"x"))
+        b.receive(b"".join(a.send(b"x")))
     assert b.acknowledgement() is None
     assert b.owes
-    b.receive(a.send(b"x"))
+    b.receive(b"".join(a.send(b"x")))
     paid = b.acknowledgement()
     assert paid is not None
     assert not b.owes
     assert b.acknowledgement(now=True) is None
     assert a.receive(paid) is None
     assert a.unacked_bytes == 0
+
+
+def test_as_much_is_on_its_way_as_arrives_in_a_moment() -> None:
+    pace = Pace()
+    assert pace.window_bytes == LEAST_WINDOW_BYTES
+    now = 100.0
+    pace.arrived(1, now)
+    for _ in range(20):
+        now += WINDOW_S / 4
+        pace.arrived(4 << 20, now)
+    assert 15 << 20 < pace.window_bytes <= 16 << 20
+    for _ in range(20):
+        now += WINDOW_S / 4
+        pace.arrived(64 << 20, now)
+    assert pace.window_bytes == MOST_WINDOW_BYTES
+    pace.arrived(1, now + 60)
+    assert pace.window_bytes == LEAST_WINDOW_BYTES
 
 
 def test_what_no_stream_could_have_sent_is_refused() -> None:
@@ -131,7 +157,7 @@ class Wire:
         await self.cuts[0].close()
 
 
-async def take(link: Link, num: int) -> list[bytes | None]:
+async def take(link: Link, num: int) -> list[Frame | None]:
     return [await asyncio.wait_for(link.receive(), PATIENCE_S) for _ in range(num)]
 
 

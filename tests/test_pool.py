@@ -254,7 +254,7 @@ def test_a_body_that_is_none_is_refused(body: bytes) -> None:
 
 def test_uploads_are_kept_as_far_as_the_bound_goes() -> None:
     def part(stream: int, offset: int) -> Part:
-        return Part(1, stream, offset, memoryview(b"1234"), 7, 8, (0,))
+        return Part(1, stream, offset, 8, 7, (0,), memoryview(b"1234"))
 
     uploads = Uploads()
     for stream, offset in ((1, 0), (2, 0), (1, 4), (2, 4)):

@@ -255,7 +255,7 @@ def test_a_lost_worker_is_a_failure_with_its_time(tmp_path: Path) -> None:
             link = worker._link
             assert link is not None
             link._dial = None
-            link._link._ws._response.connection.transport.abort()  # type: ignore[union-attr]
+            link._link.abort()
 
         home.do(vanish)
         home.until(lambda: len(home.head.workers) == 1)

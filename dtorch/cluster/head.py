@@ -51,13 +51,15 @@ from dtorch.transport.cluster import (
     ToClient,
     ToPoolWorker,
 )
+from dtorch.transport.codec import Frame
 from dtorch.transport.dial import TLS_CLOSING_S, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
-from dtorch.transport.link import CLOSE_TIMEOUT_S, WebSocketLink
+from dtorch.transport.link import CLOSE_TIMEOUT_S, Link, WebSocketLink
 from dtorch.transport.messages import PROTOCOL_VERSION, Stop
 from dtorch.transport.patience import Awake, within
 from dtorch.transport.store import STORE_PATH, StoreService
+from dtorch.transport.wire import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -262,10 +264,11 @@ class Head:
         request[KEY] = key
         return await handler(request)
 
-    async def _first(self, request: web.Request) -> tuple[web.WebSocketResponse, WebSocketLink, bytes | None]:
+    async def _first(self, request: web.Request) -> tuple[web.WebSocketResponse, Link, Frame | None]:
+        max_bytes = CLIENT_FRAME_BYTES if request.path == CLIENT_PATH else codec.MAX_FRAME_BYTES
         ws = web.WebSocketResponse(
             timeout=CLOSE_TIMEOUT_S, compress=False, heartbeat=None,
-            max_msg_size=CLIENT_FRAME_BYTES if request.path == CLIENT_PATH else codec.MAX_FRAME_BYTES,
+            max_msg_size=max_bytes,
         )
         await ws.prepare(request)
         link = WebSocketLink(ws)
@@ -275,9 +278,9 @@ class Head:
         except asyncio.TimeoutError:
             await link.close("nothing was said in time", WSCloseCode.POLICY_VIOLATION)
             frame = None
-        return ws, link, frame
+        return ws, link if frame is None else take_over(link, max_bytes), frame
 
-    async def _refuse(self, link: WebSocketLink, reason: str, **facts: Any) -> None:
+    async def _refuse(self, link: Link, reason: str, **facts: Any) -> None:
         self.audit.note("refused", reason=reason, **facts)
         await link.close(reason, WSCloseCode.PROTOCOL_ERROR)
 
@@ -313,7 +316,7 @@ class Head:
             await _hang_up(request, link)
         return ws
 
-    def _session(self, key: Key, asked: Attach, link: WebSocketLink, address: str) -> Tenancy:
+    def _session(self, key: Key, asked: Attach, link: Link, address: str) -> Tenancy:
         """The session that a client opens, or goes on with."""
         if asked.ticket:
             number, _, _ = asked.ticket.partition(".")
@@ -378,7 +381,7 @@ class Head:
             await _hang_up(request, link)
         return ws
 
-    def _enlist(self, asked: Enlist, link: WebSocketLink, address: str) -> WorkerEnd:
+    def _enlist(self, asked: Enlist, link: Link, address: str) -> WorkerEnd:
         if asked.ticket:
             found = self._holder(asked.ticket)
             if found is None:
@@ -437,7 +440,7 @@ class Head:
         self._tell_devices()
         await end.link.close(reason)  # last, as it waits for a peer that may not answer
 
-    def _route(self, end: WorkerEnd, message: ForSession | Load, frame: bytes) -> None:
+    def _route(self, end: WorkerEnd, message: ForSession | Load, frame: Frame) -> None:
         self._vigil.heard(end.number)
         if isinstance(message, Load):
             self.meter.loaded(end.number, message)
@@ -518,7 +521,7 @@ class Head:
         return _json({"worker": member.name, "waits_for_sessions": waits_for, "moves_sessions": moves})
 
 
-async def _hang_up(request: web.Request, link: WebSocketLink) -> None:
+async def _hang_up(request: web.Request, link: Link) -> None:
     """Close a connection after its last word; one with TLS does not wait for the peer to end TLS as well."""
     await link.close()
     if request.secure and isinstance(request.transport, asyncio.Transport):
@@ -548,7 +551,7 @@ def _check_version(version: int) -> None:
         raise ProtocolError(f"this head speaks version {PROTOCOL_VERSION}, its peer {version}")
 
 
-def _say(link: WebSocketLink, message: ToClient | ToPoolWorker) -> None:
+def _say(link: Link, message: ToClient | ToPoolWorker) -> None:
     link.send_nowait(codec.encode(message))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dtorch.cluster.pool import Member
 from dtorch.transport import codec
 from dtorch.transport.cluster import Load, Open, Part, Retire, ToPoolWorker
+from dtorch.transport.codec import Frame
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError
 from dtorch.transport.messages import Done, Failure, Held, RandomState, Resumed, Snapshots, Statistics, Trace
@@ -18,8 +19,6 @@ ForSession = Done | Failure | Statistics | RandomState | Trace | Held | Snapshot
 
 AWAY_S = 60.0
 """How long a worker whose process runs may take to connect again. It may be busy; one that has ended is known to have."""
-WINDOW_BYTES = 8 * 1024 * 1024
-"""Sent to a worker and not acknowledged: above this its sessions' clients have to wait."""
 
 
 class WorkerEnd:
@@ -49,7 +48,7 @@ class WorkerEnd:
     def send(self, message: ToPoolWorker) -> None:
         self.send_frame(codec.encode(message))
 
-    def send_frame(self, frame: bytes) -> None:
+    def send_frame(self, frame: Frame) -> None:
         """Frames for a worker that is gone are dropped: its sessions are told of its end."""
         try:
             self.link.send_nowait(frame)
@@ -59,7 +58,7 @@ class WorkerEnd:
     def open(self, session: int, tenant: str, weight: float, priority: int, max_bytes: int) -> None:
         self.send(Open(session, tenant, weight, priority, max_bytes))
 
-    async def serve(self, route: Callable[[WorkerEnd, ForSession | Load, bytes], None]) -> None:
+    async def serve(self, route: Callable[[WorkerEnd, ForSession | Load, Frame], None]) -> None:
         """Pass on what the worker says until it is gone.
 
         Raises:

@@ -31,6 +31,7 @@ from dtorch.runtime.tracing import Spans
 from dtorch.transport import cluster, codec, errors
 from dtorch.transport.bulk import Lease
 from dtorch.transport.cluster import PART_BYTES, Attach, Attached, Leave, Part, Reserve, Submit
+from dtorch.transport.codec import Frame
 from dtorch.transport.dial import TLS_CLOSING_S, address_of, dial, keep_alive
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import AuthError, ConnectionLostError, DTorchError, ProtocolError
@@ -50,8 +51,6 @@ from dtorch.transport.messages import (
 logger = logging.getLogger(__name__)
 
 CLIENT_PATH = "/v1/client"
-WINDOW_BYTES = 4 * 1024 * 1024
-"""Of parts on their way to the head."""
 ROOM_BYTES = 64 * 1024 * 1024
 """Of uploads not yet sent: above this the client's thread waits."""
 RESERVE_TIMEOUT_S = 60.0
@@ -351,7 +350,7 @@ class RemoteController:
     async def _dial(self, received: int) -> tuple[Link, int]:
         target, welcome = self._target, self._welcome
         hello = Attach(PROTOCOL_VERSION, welcome.ticket if welcome else "", received, target.name or platform.node())
-        link, frame = await dial(self._address, CLIENT_PATH, target.key, codec.encode(hello), target.tls)
+        link, frame = await dial(self._address, CLIENT_PATH, target.key, codec.encode(hello), target.tls, past_aiohttp=True)
         try:
             answer = codec.decode_to_client(frame)
             if isinstance(answer, cluster.Ended):
@@ -381,7 +380,7 @@ class RemoteController:
                 listener.counted(Counted(ticket, traces))
             case cluster.CallFailed(worker, failure):
                 listener.failed(Failed(worker, failure))
-            case Part(_, stream, offset, data):
+            case Part(stream=stream, offset=offset, data=data):
                 buffer = self._pool.buffer(stream)
                 if buffer is not None:  # somebody wants it still
                     if offset + len(data) > len(buffer):
@@ -429,10 +428,10 @@ class RemoteController:
         assert self._link is not None
         view = upload.buffer
         for start in range(0, len(view), PART_BYTES):
-            await self._link.wait_below(WINDOW_BYTES)
+            await self._link.wait_below(self._link.pace.window_bytes)
             piece = view[start : start + PART_BYTES]
-            part = Part(self.session, upload.stream, start, piece, upload.mesh, len(view), upload.devices)
-            self._send(codec.encode(part))
+            part = Part(self.session, upload.stream, start, len(view), upload.mesh, upload.devices, piece)
+            self._send(*codec.encode_part(part))
         with self._room:
             self._queued_bytes -= len(view)
         self._notify()
@@ -440,11 +439,11 @@ class RemoteController:
         self._pumping = None
         self._pump()
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, *pieces: Frame) -> None:
         assert self._link is not None
-        self.bytes_sent += len(frame)
+        self.bytes_sent += sum(map(len, pieces))
         try:
-            self._link.send_nowait(frame)
+            self._link.send_nowait(*pieces)
         except ConnectionLostError as error:
             logger.debug("not sent: %s", error)
 

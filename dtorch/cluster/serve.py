@@ -23,6 +23,7 @@ from dtorch.cluster.pool import Device
 from dtorch.cluster.sentinel import Sentinel
 from dtorch.ops import custom, table
 from dtorch.ops._call import FLAT
+from dtorch.runtime.pages import keep_pages
 from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Turns
 from dtorch.transport import cluster, codec
@@ -30,7 +31,7 @@ from dtorch.transport.cluster import DeviceLoad, Enlist, Enlisted, Load, Retire,
 from dtorch.transport.dial import address_of, dial, keep_alive, split_address, trust
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
-from dtorch.transport.link import Link, WebSocketLink
+from dtorch.transport.link import Link
 from dtorch.transport.messages import (
     PROTOCOL_VERSION,
     Allow,
@@ -216,7 +217,7 @@ class PoolWorker:
         hello = Enlist(
             PROTOCOL_VERSION, os.getpid(), offer.devices, offer.name, offer.labels, self._ticket, received
         )
-        link, frame = await dial(self._address, WORKER_PATH, offer.key, codec.encode(hello), self._tls)
+        link, frame = await dial(self._address, WORKER_PATH, offer.key, codec.encode(hello), self._tls, past_aiohttp=True)
         try:
             answer = codec.decode_to_pool_worker(frame)
             if not isinstance(answer, Enlisted) or answer.version != PROTOCOL_VERSION:
@@ -396,7 +397,7 @@ def _process_bytes() -> int:
         return 0
 
 
-def _own_host(link: WebSocketLink) -> str:
+def _own_host(link: Link) -> str:
     name = link.get_extra_info("sockname")
     return str(name[0]) if isinstance(name, tuple) else ""
 
@@ -414,6 +415,8 @@ async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> N
         listen: HOST:PORT that answers probes, see ``health.py``; "" for none.
     """
     torch.set_num_threads(offer.num_threads)
+    if os.environ.get("DTORCH_KEEP_PAGES") != "0":
+        keep_pages()
     if offer.memory_bytes:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (offer.memory_bytes, most))

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from dtorch.runtime.turns import Dropped, Turns
-from dtorch.transport.cluster import PART_BYTES, Part
+from dtorch.transport.cluster import PART_BYTES, STREAM_WINDOW_BYTES, Part
 from dtorch.transport.errors import ProtocolError, QuotaError, WorkerLostError
 
 MISSING = -2
 """In place of the number of bytes: the first ones never came."""
 MAX_STREAMS = 4096
 """Uploads of one session that may wait to be used."""
-WINDOW_BYTES = 4 * 1024 * 1024
-"""Bytes of parts that may be on their way to a client."""
 
 
 class SessionStreams:
@@ -37,7 +35,7 @@ class SessionStreams:
         self._limit_bytes = limit_bytes
         # stream -> bytes, how many of them are there; those of one whose first ones are missing are not taken in
         self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}
-        self._window = WINDOW_BYTES
+        self._window = STREAM_WINDOW_BYTES
         self._news = threading.Condition()
         self._closed = False
 
@@ -70,7 +68,7 @@ class SessionStreams:
         if part.offset != done or (buffer is not None and done + size > buffer.numel()):
             raise ProtocolError(f"stream {part.stream} goes on at byte {part.offset} after {done}")
         if buffer is not None and size:
-            buffer[done : done + size] = torch.frombuffer(bytearray(part.data), dtype=torch.uint8)
+            buffer.numpy().data[done : done + size] = part.data
         self._coming[part.stream] = (buffer, done + size)
 
     def take(self, stream: int, size_bytes: int) -> Any:
@@ -93,7 +91,7 @@ class SessionStreams:
         for start in range(0, len(view), PART_BYTES):
             piece = view[start : start + PART_BYTES]
             self._wait_for_window(len(piece))
-            self._send(Part(self._session, stream, offset + start, piece))
+            self._send(Part(self._session, stream, offset + start, 0, 0, (), piece))
 
     def _wait_for_window(self, size: int) -> None:
         with self._news:

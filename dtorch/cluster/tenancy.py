@@ -20,7 +20,7 @@ from typing import Protocol
 from typing_extensions import assert_never
 
 from dtorch.cluster.keys import Key
-from dtorch.cluster.member import WINDOW_BYTES, ForSession, WorkerEnd
+from dtorch.cluster.member import ForSession, WorkerEnd
 from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Pool, Spot
 from dtorch.cluster.quotas import Account
@@ -56,7 +56,8 @@ from dtorch.runtime.controller import (
 )
 from dtorch.runtime.lineage import Bounds
 from dtorch.transport import cluster, codec
-from dtorch.transport.cluster import PART_BYTES, Part, Reserve, Submit
+from dtorch.transport.cluster import PART_BYTES, STREAM_WINDOW_BYTES, Part, Reserve, Submit
+from dtorch.transport.codec import Frame
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError, MeshError, ProtocolError, QuotaError
 from dtorch.transport.messages import (
@@ -77,10 +78,8 @@ from dtorch.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-CLIENT_WINDOW_BYTES = 8 * 1024 * 1024
-"""Sent to a client and not acknowledged: above this no worker is given credit to send it more parts."""
 CLIENT_LIMIT_BYTES = 64 * 1024 * 1024
-"""Above this the client does not read, and is cut off."""
+"""Above this, and what its workers may send unasked, the client does not read, and is cut off."""
 MAX_RUNNING = 1024
 """Batches that a client may have unfinished; one that keeps to the rules has 64."""
 MAX_DEFINITIONS = 1 << 18
@@ -184,7 +183,7 @@ class Tenancy:
             logger.exception("session %d failed", self.number)
             self.end("ConnectionLostError", f"the head failed: {type(error).__name__}: {error}")
 
-    def _take(self, message: cluster.FromClient, frame: bytes) -> None:
+    def _take(self, message: cluster.FromClient, frame: Frame) -> None:
         if not isinstance(message, cluster.Attach) and message.session != self.number:
             raise ProtocolError(f"session {self.number} speaks for session {message.session}")
         match message:
@@ -296,7 +295,7 @@ class Tenancy:
             self._home.meter.stepped(self.number)
         self._handle(Submitted(batch))
 
-    def _forward(self, part: Part, frame: bytes) -> None:
+    def _forward(self, part: Part, frame: Frame) -> None:
         """Pass a part of an upload on, to the workers of the devices whose piece it is."""
         if len(part.data) > PART_BYTES:
             raise ProtocolError(f"a part of {len(part.data)} bytes is above {PART_BYTES}")
@@ -306,7 +305,7 @@ class Tenancy:
         self._uploads.add(part, frame, self._home.lineage.upload_bytes - self._controller.upload_bytes)
         self._send_to(workers, frame)
 
-    def _send_to(self, workers: Iterable[int], frame: bytes) -> None:
+    def _send_to(self, workers: Iterable[int], frame: Frame) -> None:
         for number in workers:
             worker = self._home.workers.get(number)
             if worker is not None:
@@ -325,23 +324,23 @@ class Tenancy:
             await self._finished.wait()
         for number in tuple(self._opened_on):
             worker = self._home.workers.get(number)
-            if worker is not None and worker.link.pending_bytes > WINDOW_BYTES:
-                await worker.link.wait_below(WINDOW_BYTES)
+            if worker is not None and worker.link.pending_bytes > (window := worker.link.pace.window_bytes):
+                await worker.link.wait_below(window)
 
     def send(self, message: cluster.ToClient) -> None:
         self._send_frame(codec.encode(message))
 
-    def _send_frame(self, frame: bytes) -> None:
+    def _send_frame(self, frame: Frame) -> None:
         if self.over:
             return
         with suppress(ConnectionLostError):
             self.link.send_nowait(frame)
-        if self.link.pending_bytes > CLIENT_LIMIT_BYTES:
+        if self.link.pending_bytes > CLIENT_LIMIT_BYTES + STREAM_WINDOW_BYTES * len(self._opened_on):
             self.end("ProtocolError", f"the client does not read: {self.link.pending_bytes} bytes wait for it")
 
     # ---- workers
 
-    def received(self, worker: WorkerEnd, message: ForSession, frame: bytes) -> None:
+    def received(self, worker: WorkerEnd, message: ForSession, frame: Frame) -> None:
         """A worker says something about this session."""
         if self.over or worker.number not in self._opened_on:
             return
@@ -393,13 +392,13 @@ class Tenancy:
         self.end("WorkerLostError", f"{reason}; {waited}", number)
 
     def _grant(self) -> None:
-        if self.link.pending_bytes <= CLIENT_WINDOW_BYTES:
+        if self.link.pending_bytes <= self.link.pace.window_bytes:
             self._pay()
         elif self._granting is None:
             self._granting = asyncio.get_running_loop().create_task(self._grant_later())
 
     async def _grant_later(self) -> None:
-        await self.link.wait_below(CLIENT_WINDOW_BYTES // 2)
+        await self.link.wait_below(self.link.pace.window_bytes // 2)
         self._granting = None
         self._pay()
 

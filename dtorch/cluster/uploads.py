@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dtorch.runtime.lineage import Stream
 from dtorch.transport.cluster import Part
+from dtorch.transport.codec import Frame
 from dtorch.transport.messages import Blob, SharedBlob, StreamBlob
 
 MAX_UPLOADS = 4096
@@ -17,7 +18,7 @@ MAX_UPLOADS = 4096
 class _Upload:
     mesh: int
     devices: tuple[int, ...]
-    frames: list[bytes] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
     size_bytes: int = 0
     is_whole: bool = True  # all that has come is kept
 
@@ -28,7 +29,7 @@ class Uploads:
     def __init__(self) -> None:
         self._uploads: dict[int, _Upload] = {}
 
-    def add(self, part: Part, frame: bytes, limit_bytes: int) -> None:
+    def add(self, part: Part, frame: Frame, limit_bytes: int) -> None:
         """A part goes by. Parts of a stream come in order.
 
         Args:
@@ -60,7 +61,7 @@ class Uploads:
                 streams.append(Stream(blob.stream, upload.mesh, upload.devices, tuple(upload.frames)))
         return tuple(streams)
 
-    def kept(self) -> Iterator[tuple[int, tuple[int, ...], bytes]]:
+    def kept(self) -> Iterator[tuple[int, tuple[int, ...], Frame]]:
         """(mesh, devices, frame) of all that is kept, in order."""
         for upload in self._uploads.values():
             for frame in upload.frames:

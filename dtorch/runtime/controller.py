@@ -55,7 +55,7 @@ from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.recovery import Recovery
 from dtorch.runtime.seeds import Seeds
 from dtorch.runtime.touching import Touching
-from dtorch.transport.codec import encode
+from dtorch.transport.codec import Frame, encode
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (
     Allow,
@@ -105,7 +105,7 @@ class Phase(enum.Enum):
 class _Worker:
     number: int
     phase: Phase = Phase.STARTING
-    queue: list[bytes] = field(default_factory=list)
+    queue: list[Frame] = field(default_factory=list)
     awaits_random_state: bool = False  # its queue waits for another worker's generator state
     last_words: str = ""  # why it is about to end, in its own words
     start: Start | None = None  # how it was started
@@ -353,7 +353,7 @@ class Controller:
             worker.queue += map(encode, self.seeds.marks(self.session))
         return out
 
-    def _broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
+    def _broadcast(self, frame: Frame, workers: Iterable[int]) -> list[Instruction]:
         out: list[Instruction] = []
         for number in workers:
             worker = self._workers[number]
@@ -486,7 +486,7 @@ class Controller:
     def programs(self) -> tuple[Program, ...]:
         return tuple(self._programs.values())
 
-    def broadcast(self, frame: bytes, workers: Iterable[int]) -> list[Instruction]:
+    def broadcast(self, frame: Frame, workers: Iterable[int]) -> list[Instruction]:
         return self._broadcast(frame, workers)
 
     def host(self, place: Place) -> list[Instruction]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from dtorch.transport.codec import Frame
 from dtorch.transport.messages import (
     Allow,
     Blob,
@@ -155,7 +156,7 @@ class Start:
 @dataclass(frozen=True)
 class Send:
     worker: int
-    frame: bytes
+    frame: Frame
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import msgspec
 from dtorch.runtime import kernels
 from dtorch.runtime.plan import decode_body
 from dtorch.runtime.seeds import Seeds
+from dtorch.transport.codec import Frame
 from dtorch.transport.messages import Blob, Definition, Layout, Program, Seed, SharedBlob, StreamBlob
 
 AnyBlob = Blob | SharedBlob | StreamBlob
@@ -194,7 +195,7 @@ class Stream(NamedTuple):
     number: int
     mesh: int
     devices: tuple[int, ...]
-    frames: tuple[bytes, ...]
+    frames: tuple[Frame, ...]
 
 
 class Record:

@@ -53,8 +53,11 @@ from .messages import (
     Value,
 )
 
-PART_BYTES = 256 * 1024
+PART_BYTES = 512 * 1024
 """Bytes in one part of a stream: little enough that others' messages need not wait long behind it."""
+
+STREAM_WINDOW_BYTES = 8 * 1024 * 1024
+"""Of parts that a worker may send before it is given credit for more."""
 
 # ---- both ways
 
@@ -65,10 +68,10 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     session: int
     stream: int
     offset: int  # in the stream, bytes
-    data: memoryview
-    mesh: int = 0  # of an upload: the mesh
-    total: int = 0  # of an upload: bytes of the whole stream
-    devices: tuple[int, ...] = ()  # of an upload: those of the mesh whose workers need it; empty: all
+    total: int  # of an upload: bytes of the whole stream
+    mesh: int  # of an upload: the mesh
+    devices: tuple[int, ...]  # of an upload: those of the mesh whose workers need it; empty: all
+    data: memoryview  # the last field, see ``codec.encode_part``
 
 
 # ---- client -> head

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
 from . import cluster
 from .errors import ProtocolError
@@ -14,6 +15,8 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Frames above this are refused before they are parsed; larger values travel through ``bulk.py``."""
 
 T = TypeVar("T")
+Frame = bytes | memoryview
+"""What a link carries."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -22,6 +25,8 @@ _from_client: msgspec.msgpack.Decoder[cluster.FromClient] = msgspec.msgpack.Deco
 _to_client: msgspec.msgpack.Decoder[cluster.ToClient] = msgspec.msgpack.Decoder(cluster.ToClient)
 _from_pool: msgspec.msgpack.Decoder[cluster.FromPoolWorker] = msgspec.msgpack.Decoder(cluster.FromPoolWorker)
 _to_pool: msgspec.msgpack.Decoder[cluster.ToPoolWorker] = msgspec.msgpack.Decoder(cluster.ToPoolWorker)
+
+_NO_BYTES = b"\xc4\x00"  # msgpack's; b"\xc6" begins bytes with a size of 32 bits
 
 # What a typed decoder raises on hostile bytes: its own errors, bad UTF-8 (ValueError), a map as a map's key
 # (TypeError), nesting deeper than the stack (RecursionError), a length that no memory can hold (MemoryError).
@@ -43,7 +48,14 @@ def encode(message: Message) -> bytes:
     return frame
 
 
-def decode_to_worker(frame: bytes) -> ToWorker:
+def encode_part(part: cluster.Part) -> tuple[bytes, memoryview]:
+    """As ``encode``, in two pieces; the second is the part's data as it is."""
+    frame = encode(structs.replace(part, data=memoryview(b"")))
+    assert frame.endswith(_NO_BYTES), "data is the last field"
+    return frame[: -len(_NO_BYTES)] + b"\xc6" + len(part.data).to_bytes(4, "big"), part.data
+
+
+def decode_to_worker(frame: Frame) -> ToWorker:
     """The message that a controller sent.
 
     Raises:
@@ -52,7 +64,7 @@ def decode_to_worker(frame: bytes) -> ToWorker:
     return _decode(_to_worker, frame, "a message to a worker")
 
 
-def decode_from_worker(frame: bytes) -> FromWorker:
+def decode_from_worker(frame: Frame) -> FromWorker:
     """The message that a worker sent.
 
     Raises:
@@ -61,27 +73,27 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     return _decode(_from_worker, frame, "a message from a worker")
 
 
-def decode_from_client(frame: bytes) -> cluster.FromClient:
+def decode_from_client(frame: Frame) -> cluster.FromClient:
     """The message that a client sent to its head. Raises ProtocolError."""
     return _decode(_from_client, frame, "a message from a client")
 
 
-def decode_to_client(frame: bytes) -> cluster.ToClient:
+def decode_to_client(frame: Frame) -> cluster.ToClient:
     """The message that a head sent to a client. Raises ProtocolError."""
     return _decode(_to_client, frame, "a message to a client")
 
 
-def decode_from_pool_worker(frame: bytes) -> cluster.FromPoolWorker:
+def decode_from_pool_worker(frame: Frame) -> cluster.FromPoolWorker:
     """The message that a worker sent to its head. Raises ProtocolError."""
     return _decode(_from_pool, frame, "a message from a worker")
 
 
-def decode_to_pool_worker(frame: bytes) -> cluster.ToPoolWorker:
+def decode_to_pool_worker(frame: Frame) -> cluster.ToPoolWorker:
     """The message that a head sent to a worker. Raises ProtocolError."""
     return _decode(_to_pool, frame, "a message to a worker")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: Frame, what: str) -> T:
     _check_size(frame)
     try:
         return decoder.decode(frame)
@@ -89,7 +101,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
         raise ProtocolError(f"not {what}: {_words(error)}") from error
 
 
-def _check_size(frame: bytes) -> None:
+def _check_size(frame: Frame) -> None:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes is above {MAX_FRAME_BYTES} bytes")
 

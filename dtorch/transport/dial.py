@@ -12,10 +12,12 @@ import aiohttp
 from aiohttp import WSCloseCode
 
 from . import codec
+from .codec import Frame
 from .errors import AuthError, ConnectionLostError, ProtocolError
 from .link import CLOSE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, WORKER_PATH, Link, WebSocketLink
 from .messages import PROTOCOL_VERSION, Hello, Welcome
 from .patience import within
+from .wire import take_over
 
 TLS_CLOSING_S = 0.02
 """What connections with TLS that were closed may take to be let go by the event loop, before it ends."""
@@ -42,14 +44,15 @@ async def connect(address: str, token: str, hello: Hello) -> Link:
 
 
 async def dial(
-    address: str, path: str, token: str, first: bytes, tls: ssl.SSLContext | None = None
-) -> tuple[WebSocketLink, bytes]:
+    address: str, path: str, token: str, first: bytes, tls: ssl.SSLContext | None = None, past_aiohttp: bool = False
+) -> tuple[Link, Frame]:
     """A websocket to ``path`` at ``address``, and the answer to the frame ``first``.
 
     Args:
         address: as of :func:`split_address`.
         token: sent as a bearer token.
         tls: whom to trust, for a "tls" address; the system's authorities by default.
+        past_aiohttp: the link will carry much, see ``wire.py``.
 
     Raises:
         AuthError: the server does not know the token.
@@ -59,7 +62,7 @@ async def dial(
     connector, url = _target(address)
     # The session ends with the link, or here when the handshake fails.
     session = aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"})
-    link: WebSocketLink | None = None
+    link: Link | None = None
     try:
         ws = await session.ws_connect(
             url + path,
@@ -69,8 +72,9 @@ async def dial(
             max_msg_size=codec.MAX_FRAME_BYTES + 1,
             ssl=True if tls is None else tls,
         )
-        link = WebSocketLink(ws, session.close)
-        link.send_nowait(first)
+        opened = WebSocketLink(ws, session.close)
+        opened.send_nowait(first)
+        link = take_over(opened, codec.MAX_FRAME_BYTES) if past_aiohttp else opened
         frame = await within(link.receive(), HANDSHAKE_TIMEOUT_S)
         if frame is None:
             refused = link.close_code in (WSCloseCode.PROTOCOL_ERROR, WSCloseCode.UNSUPPORTED_DATA)
@@ -93,7 +97,7 @@ async def dial(
     return link, frame
 
 
-async def _drop(link: WebSocketLink | None, session: aiohttp.ClientSession) -> None:
+async def _drop(link: Link | None, session: aiohttp.ClientSession) -> None:
     if link is not None:
         await link.close()
     await session.close()
@@ -140,7 +144,7 @@ def _target(address: str) -> tuple[aiohttp.BaseConnector, str]:
     return aiohttp.TCPConnector(), f"{scheme}://[{place}]:{port}" if ":" in place else f"{scheme}://{place}:{port}"
 
 
-def keep_alive(link: WebSocketLink) -> None:
+def keep_alive(link: Link) -> None:
     """Let the kernel notice within about four seconds that the peer's host is gone or out of reach.
 
     The peer's kernel answers for it, so a process that is merely busy does not count as gone.

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import WSCloseCode
 
+from .codec import Frame
 from .errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from .link import CLOSE_TIMEOUT_S, Link
-from .numbered import Numbered
+from .numbered import Numbered, Pace
 from .patience import within
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ class DurableLink(Link):
         grace_s: how long the stream may be without a connection; time for which this process is held up does not count.
         dial: makes the next connection; None where the other end does.
         on_break: told of each connection that breaks, with the reason.
+
+    Attributes:
+        pace: how much should be on its way at most.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class DurableLink(Link):
         self._dial = dial
         self._on_break = on_break
         self._numbered = Numbered()
+        self.pace = Pace()
         self._news = asyncio.Event()  # another connection, or the end
         self._room = asyncio.Event()  # something was acknowledged, or the end
         self._left: dict[Link, asyncio.Event] = {link: asyncio.Event()}  # set once a connection is not used any more
@@ -79,15 +84,15 @@ class DurableLink(Link):
     def connected(self) -> bool:
         return self._link is not None
 
-    def send_nowait(self, frame: bytes) -> None:
+    def send_nowait(self, *pieces: Frame) -> None:
         if self.closed:
             raise ConnectionLostError(self.reason or "the link is closed")
-        self._put(self._numbered.send(frame))
+        self._put(*self._numbered.send(*pieces))
 
-    def _put(self, wire: bytes) -> None:
+    def _put(self, *wire: Frame) -> None:
         if self._link is not None:
             try:
-                self._link.send_nowait(wire)
+                self._link.send_nowait(*wire)
             except ConnectionLostError as error:
                 logger.debug("not sent yet: %s", error)  # ``receive`` meets the break
 
@@ -100,7 +105,7 @@ class DurableLink(Link):
             self._room.clear()
             await self._room.wait()
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> Frame | None:
         while not self.closed:
             link = self._link
             if link is None:
@@ -111,11 +116,13 @@ class DurableLink(Link):
             if wire is None:
                 self._break(link)
                 continue
+            before = self._numbered.unacked_bytes
             try:
                 frame = self._numbered.receive(wire)
             except ProtocolError as error:
                 await self.close(str(error), WSCloseCode.PROTOCOL_ERROR)
                 raise
+            self.pace.arrived(before - self._numbered.unacked_bytes, asyncio.get_running_loop().time())
             self._room.set()
             if frame is not None:
                 self._acknowledge()
@@ -185,7 +192,7 @@ class DurableLink(Link):
         self._left[link] = asyncio.Event()
         self._room.set()
         for wire in frames:
-            self._put(wire)
+            self._put(*wire)
 
     async def attach(self, link: Link, received: int) -> None:
         """Carry on over a new connection, on which the handshake is over.

@@ -29,6 +29,7 @@ import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from . import codec
+from .codec import Frame
 from .errors import ConnectionLostError, ProtocolError
 from .messages import PROTOCOL_VERSION, Hello, Welcome
 from .patience import within
@@ -41,7 +42,7 @@ CLOSE_TIMEOUT_S = 2.0
 """How long ``close`` may flush and wait for the peer's goodbye before it drops the connection."""
 
 _UNIX_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
-_REASON_BYTES = 120  # a close frame carries at most 123
+REASON_BYTES = 120  # a close frame carries at most 123
 
 
 class Link(abc.ABC):
@@ -50,10 +51,12 @@ class Link(abc.ABC):
     Attributes:
         reason: why the link ended, for people; "" while it is open or after an ordinary end.
         session: number of the session that the peer serves, from its Welcome (0 on the accepting end).
+        close_code: of the peer's goodbye, where websockets have one.
     """
 
     reason: str = ""
     session: int = 0
+    close_code: int = 0
 
     @property
     @abc.abstractmethod
@@ -61,14 +64,14 @@ class Link(abc.ABC):
         """Bytes accepted by ``send_nowait`` that the peer is too slow to take; the system's own buffers not counted."""
 
     @abc.abstractmethod
-    def send_nowait(self, frame: bytes) -> None:
-        """Send one frame after all frames before it, without ever waiting.
+    def send_nowait(self, *pieces: Frame) -> None:
+        """Send one frame after all frames before it, without ever waiting. Its pieces must stay as they are until it is sent.
 
         Raises:
             ConnectionLostError: this end is closed or known to be cut. A cut may also show first in ``receive``.
         """
 
-    def send_from_thread(self, frame: bytes) -> bool:
+    def send_from_thread(self, frame: Frame) -> bool:
         """Send one frame from any thread, if it can go out at once; False: nothing was sent, use the loop's thread.
 
         Frames sent in both ways keep their order as long as the caller lets only one at a time happen.
@@ -79,8 +82,16 @@ class Link(abc.ABC):
     async def wait_sent(self) -> None:
         """Wait until ``pending_bytes`` is 0 or the link has ended."""
 
+    def get_extra_info(self, name: str) -> Any:
+        """Of the connection: "socket", "peername", "sockname" and so on; None when it does not know."""
+        return None
+
+    def abort(self) -> None:
+        """Cut the connection, as a fault of the network would."""
+        raise NotImplementedError(f"{type(self).__name__} has no connection")
+
     @abc.abstractmethod
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> Frame | None:
         """The next frame, or None once the link has ended. One task at a time; cancelling it loses no frame."""
 
     @abc.abstractmethod
@@ -109,7 +120,6 @@ class WebSocketLink(Link):
         self._pending = 0
         self._flusher: asyncio.Task[None] | None = None
         self._closed = False
-        self.close_code: int = 0
         # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
@@ -123,9 +133,23 @@ class WebSocketLink(Link):
     def pending_bytes(self) -> int:
         return self._pending
 
+    @property
+    def websocket(self) -> web.WebSocketResponse | aiohttp.ClientWebSocketResponse:
+        return self._ws
+
+    def let_go(self) -> Callable[[], Awaitable[None]] | None:
+        """Another link uses the connection from now on; the answer is what frees what else it holds."""
+        self._end_direct()
+        release, self._release = self._release, None
+        return release
+
     def get_extra_info(self, name: str) -> Any:
-        """Of the connection: "socket", "peername", "sockname" and so on; None when it does not know."""
         return self._ws.get_extra_info(name)
+
+    def abort(self) -> None:
+        connection = self._ws.get_extra_info("socket")
+        if connection is not None:
+            _shutdown(connection)
 
     def _open_direct(self, ws: web.WebSocketResponse) -> None:
         """Frames of a server are not masked, so without TLS they can be written past aiohttp."""
@@ -137,7 +161,7 @@ class WebSocketLink(Link):
             self._direct = os.dup(plain.fileno())  # does not block, as the original does not
             self._close_direct = weakref.finalize(self, os.close, self._direct)
 
-    def send_from_thread(self, frame: bytes) -> bool:
+    def send_from_thread(self, frame: Frame) -> bool:
         with self._write_lock:
             direct = self._direct
             if direct is None or self._closed or self._flusher is not None or self._rest:
@@ -166,9 +190,10 @@ class WebSocketLink(Link):
                 self._transport.write(self._rest)
             self._rest = b""
 
-    def send_nowait(self, frame: bytes) -> None:
+    def send_nowait(self, *pieces: Frame) -> None:
         if self._closed:
             raise ConnectionLostError(self.reason or "the link is closed")
+        frame = _joined(pieces)
         if self._rest:
             self._send_rest()
         if self._flusher is not None:
@@ -206,7 +231,7 @@ class WebSocketLink(Link):
         if self._flusher is not None:
             await asyncio.wait([self._flusher])
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> Frame | None:
         if self._closed:
             return None
         message = await self._ws.receive()
@@ -235,7 +260,7 @@ class WebSocketLink(Link):
         try:
             await asyncio.wait_for(self._goodbye(reason, code), CLOSE_TIMEOUT_S)
         except asyncio.TimeoutError:
-            self._abort()
+            self.abort()  # the peer does not read
         except ConnectionError as error:
             logger.debug("goodbye to a peer that is gone: %s", error)
         finally:
@@ -255,13 +280,12 @@ class WebSocketLink(Link):
     async def _goodbye(self, reason: str, code: int) -> None:
         if self._flusher is not None:
             await asyncio.wait([self._flusher])
-        await self._ws.close(code=code, message=reason.encode()[:_REASON_BYTES])
+        await self._ws.close(code=code, message=reason.encode()[:REASON_BYTES])
 
-    def _abort(self) -> None:
-        """Drop a connection whose peer does not read."""
-        connection = self._ws.get_extra_info("socket")
-        if connection is not None:
-            _shutdown(connection)
+
+def _joined(pieces: tuple[Frame, ...]) -> bytes:
+    only = pieces[0] if len(pieces) == 1 else None
+    return only if isinstance(only, bytes) else b"".join(pieces)
 
 
 def _shutdown(connection: Any) -> None:
@@ -303,9 +327,10 @@ class _MemoryLink(Link):
     def pending_bytes(self) -> int:
         return 0 if self._closed else self._peer._inbox_bytes
 
-    def send_nowait(self, frame: bytes) -> None:
+    def send_nowait(self, *pieces: Frame) -> None:
         if self._closed or self._peer._closed:
             raise ConnectionLostError(self.reason or "the link is closed")
+        frame = _joined(pieces)
         self._peer._inbox.append(frame)
         self._peer._inbox_bytes += len(frame)
         self._peer._drained.clear()
@@ -314,7 +339,7 @@ class _MemoryLink(Link):
     async def wait_sent(self) -> None:
         await self._peer._drained.wait()
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> Frame | None:
         while not self._closed:
             if self._inbox:
                 frame = self._inbox.popleft()

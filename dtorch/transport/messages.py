@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Peers with another version are refused in the handshake."""
 
 

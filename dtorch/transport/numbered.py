@@ -10,12 +10,36 @@ from __future__ import annotations
 import struct
 from collections import deque
 
+from .codec import Frame
 from .errors import ProtocolError
+
+Wire = tuple[Frame, ...]
+"""Pieces of what goes onto the wire, one behind the other."""
 
 HEAD = struct.Struct("<QQ")
 ACK_FRAMES = 32
-ACK_BYTES = 128 * 1024
+ACK_BYTES = 512 * 1024
 """An acknowledgement of its own is sent once so many frames or bytes have come without one."""
+WINDOW_S = 0.1
+LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 4 * 1024 * 1024, 32 * 1024 * 1024
+
+
+class Pace:
+    """How much may be on its way: what the other end acknowledges in ``WINDOW_S``, so that a message need not wait longer
+    than that behind others, within bounds."""
+
+    def __init__(self) -> None:
+        self.window_bytes = LEAST_WINDOW_BYTES
+        self._bytes = 0
+        self._since = 0.0
+
+    def arrived(self, size_bytes: int, now: float) -> None:
+        """So much was acknowledged, at a time in seconds."""
+        self._bytes += size_bytes
+        passed = now - self._since
+        if passed >= WINDOW_S:
+            self.window_bytes = int(min(max(self._bytes / passed * WINDOW_S, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES))
+            self._bytes, self._since = 0, now
 
 
 class Numbered:
@@ -30,20 +54,20 @@ class Numbered:
         self.received = 0
         self.unacked_bytes = 0
         self._sent = 0
-        self._kept: deque[bytes] = deque()  # frames _sent - len + 1 .. _sent, with their heads
+        self._kept: deque[Wire] = deque()  # frames _sent - len + 1 .. _sent, with their heads
         self._owed_frames = 0  # received and not yet acknowledged
         self._owed_bytes = 0
 
-    def send(self, frame: bytes) -> bytes:
-        """What goes onto the wire for the next frame."""
+    def send(self, *pieces: Frame) -> Wire:
+        """What goes onto the wire for the next frame, in pieces that must stay as they are until it is acknowledged."""
         self._sent += 1
-        wire = HEAD.pack(self._sent, self.received) + frame
+        wire = (HEAD.pack(self._sent, self.received), *pieces)
         self._owed_frames = self._owed_bytes = 0
         self._kept.append(wire)
-        self.unacked_bytes += len(wire)
+        self.unacked_bytes += sum(map(len, wire))
         return wire
 
-    def receive(self, wire: bytes) -> bytes | None:
+    def receive(self, wire: Frame) -> Frame | None:
         """The frame that came, or None when there is nothing new in it.
 
         Raises:
@@ -79,7 +103,7 @@ class Numbered:
         self._owed_frames = self._owed_bytes = 0
         return HEAD.pack(0, self.received)
 
-    def again(self, received: int) -> list[bytes]:
+    def again(self, received: int) -> list[Wire]:
         """On a new connection: what is to be sent again, when the other end has had the frames up to ``received``.
 
         Raises:
@@ -95,4 +119,4 @@ class Numbered:
             raise ProtocolError(f"frame {number} is acknowledged, {self._sent} were sent")
         first = self._sent - len(self._kept) + 1
         for _ in range(number - first + 1):
-            self.unacked_bytes -= len(self._kept.popleft())
+            self.unacked_bytes -= sum(map(len, self._kept.popleft()))

@@ -1,0 +1,289 @@
+"""A link over a websocket whose opening aiohttp has done, and that is read and written here, for the sake of large frames.
+
+Bytes are the same as aiohttp's. A frame's payload is received where it stays, and sent from where it lies, in as many pieces as
+it is given; a client masks with a key of zeros, which changes nothing. aiohttp joins and copies each frame several times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+from aiohttp import ClientWebSocketResponse, WSCloseCode, web
+
+from .codec import Frame
+from .errors import ConnectionLostError
+from .link import CLOSE_TIMEOUT_S, REASON_BYTES, Link, WebSocketLink
+from .patience import within
+
+logger = logging.getLogger(__name__)
+
+_CONTINUED, _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0, 1, 2, 8, 9, 10
+_SCRATCH_BYTES = 64 * 1024
+_INBOX_BYTES = 4 * 1024 * 1024
+"""Of frames that nobody has taken yet: above this the socket is not read."""
+_JOIN_BYTES = 4096
+"""Frames below this go out as one piece."""
+
+
+def take_over(link: WebSocketLink, max_bytes: int) -> Link:
+    """Go on with a websocket's connection without aiohttp. Only while the peer waits for a word from this end.
+
+    Args:
+        max_bytes: of a frame; a larger one ends the link.
+
+    Returns:
+        The link to use from now on: the given one, where the connection cannot be had.
+    """
+    ws = link.websocket
+    try:
+        if isinstance(ws, web.WebSocketResponse):
+            request: Any = ws._req
+            transport, before = request.transport, request.protocol
+        else:
+            connection: Any = ws._response.connection
+            transport, before = connection.transport, connection.protocol
+        if transport is None or transport.is_closing():
+            return link
+        taken = WireLink(transport, before, ws, max_bytes, link.let_go())
+    except AttributeError as error:  # another aiohttp than the ones that are known
+        logger.info("websockets stay with aiohttp: %s", error)
+        return link
+    transport.pause_reading()  # uvloop decides when it begins to read whether a protocol has buffers
+    transport.set_protocol(taken)
+    transport.resume_reading()
+    if isinstance(ws, web.WebSocketResponse):
+        ws._closed = True  # no goodbye of aiohttp's when the handler returns
+    return taken
+
+
+class WireLink(Link, asyncio.BufferedProtocol):
+    """See ``take_over``, which makes it.
+
+    Args:
+        before: the connection's protocol so far, which is told of its end.
+        ws: the websocket, kept because aiohttp closes the connection of one that is forgotten.
+        release: awaited at the end.
+    """
+
+    def __init__(
+        self, transport: Any, before: Any, ws: web.WebSocketResponse | ClientWebSocketResponse, max_bytes: int,
+        release: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        self._transport = transport
+        self._before = before
+        self._ws = ws
+        self._mask = 0x80 if isinstance(ws, ClientWebSocketResponse) else 0
+        self._max_bytes = max_bytes
+        self._release = release
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._start = self._stop = 0  # what of it is not parsed yet
+        self._payload: memoryview | None = None  # of the frame that is coming
+        self._filled = 0
+        self._head = (0, False, b"")  # of that frame: opcode, is it the last of its message, key
+        self._parts: list[Frame] = []  # of a message that comes in several frames
+        self._inbox: deque[Frame] = deque()
+        self._inbox_bytes = 0
+        self.is_paused = asyncio.Event()  # the socket is not read
+        self._news = asyncio.Event()  # a frame, or the end
+        self._drained = asyncio.Event()  # all is sent, or the end
+        self._drained.set()
+        self._parted = asyncio.Event()  # the peer has said goodbye, or the connection has ended
+        self._closed = False
+        transport.set_write_buffer_limits(high=0)
+
+    # ---- the link
+
+    @property
+    def pending_bytes(self) -> int:
+        return 0 if self._parted.is_set() else int(self._transport.get_write_buffer_size())
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._transport.get_extra_info(name)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def send_nowait(self, *pieces: Frame) -> None:
+        if self._closed or self._parted.is_set():
+            raise ConnectionLostError(self.reason or "the link is closed")
+        self._write(_BINARY, *pieces)
+
+    def _write(self, opcode: int, *pieces: Frame) -> None:
+        size = sum(map(len, pieces))
+        if size < 126:
+            head = bytes((0x80 | opcode, self._mask | size))
+        elif size < 1 << 16:
+            head = bytes((0x80 | opcode, self._mask | 126)) + size.to_bytes(2, "big")
+        else:
+            head = bytes((0x80 | opcode, self._mask | 127)) + size.to_bytes(8, "big")
+        if self._mask:
+            head += bytes(4)
+        if size < _JOIN_BYTES:
+            self._transport.write(b"".join((head, *pieces)))
+        else:
+            self._transport.writelines((head, *pieces))
+
+    async def wait_sent(self) -> None:
+        await self._drained.wait()
+
+    async def receive(self) -> Frame | None:
+        while not self._closed:
+            if self._inbox:
+                frame = self._inbox.popleft()
+                self._inbox_bytes -= len(frame)
+                if self.is_paused.is_set() and self._inbox_bytes <= _INBOX_BYTES // 2:
+                    self.is_paused.clear()
+                    self._transport.resume_reading()
+                return frame
+            if self._parted.is_set():
+                await self.close()
+                break
+            self._news.clear()
+            await self._news.wait()
+        return None
+
+    async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.reason = self.reason or reason
+        self._news.set()
+        self._inbox.clear()
+        release, self._release = self._release, None
+        try:
+            if not self._transport.is_closing():
+                self._write(_CLOSE, int(code).to_bytes(2, "big") + reason.encode()[:REASON_BYTES])
+                self._transport.resume_reading()
+                await within(self._parted.wait(), CLOSE_TIMEOUT_S)
+                self._transport.close()
+        except asyncio.TimeoutError:
+            self._transport.abort()
+        finally:
+            if isinstance(self._ws, ClientWebSocketResponse):
+                self._ws._response.close()
+            if release is not None:
+                await release()
+
+    # ---- the connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self.reason = self.reason or str(exc)
+        self._part()
+        self._drained.set()
+        self._before.connection_lost(exc)
+
+    def eof_received(self) -> bool:
+        self._part()
+        return False
+
+    def _part(self) -> None:
+        self._parted.set()
+        self._news.set()
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._payload is not None:
+            return self._payload[self._filled :]
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._stop == _SCRATCH_BYTES:
+            rest = bytes(self._scratch[self._start : self._stop])  # of a head
+            self._scratch[: len(rest)] = rest
+            self._start, self._stop = 0, len(rest)
+        return self._scratch[self._stop :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._payload is None:
+            self._stop += nbytes
+        else:
+            self._filled += nbytes
+            if self._filled == len(self._payload):
+                self._come(self._payload)
+        while self._payload is None and not self._transport.is_closing() and self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Begin with the next frame, if its head is there."""
+        start, have = self._start, self._stop - self._start
+        if have < 2:
+            return False
+        first, second = self._scratch[start], self._scratch[start + 1]
+        size, at = second & 0x7F, 2
+        if size >= 126:
+            at += 2 if size == 126 else 8
+            if have < at:
+                return False
+            size = int.from_bytes(self._scratch[start + 2 : start + at], "big")
+        key = b""
+        if second & 0x80:
+            at += 4
+            if have < at:
+                return False
+            key = bytes(self._scratch[start + at - 4 : start + at])
+        if size > self._max_bytes or (first & 0x08 and size > 125):
+            self._refuse(WSCloseCode.MESSAGE_TOO_BIG, f"a frame of {size} bytes is above {self._max_bytes}")
+            return False
+        self._head = (first & 0x0F, bool(first & 0x80), key)
+        payload = np.empty(size, np.uint8).data if size else memoryview(b"")
+        there = min(size, have - at)
+        if there:
+            payload[:there] = self._scratch[start + at : start + at + there]
+        self._start += at + there
+        if there == size:
+            self._come(payload)
+        else:
+            self._payload, self._filled = payload, there
+        return True
+
+    def _come(self, payload: memoryview) -> None:
+        """A frame is here."""
+        self._payload = None
+        opcode, is_last, key = self._head
+        if any(key):
+            data = np.frombuffer(payload, np.uint8)
+            payload = (data ^ np.resize(np.frombuffer(key, np.uint8), len(data))).data
+        if opcode == _CLOSE:
+            self.close_code = int.from_bytes(payload[:2], "big")
+            self.reason = self.reason or bytes(payload[2:]).decode(errors="replace")
+            if not self._closed:
+                self._write(_CLOSE, bytes(payload[:2]))
+            self._part()
+            self._transport.close()
+        elif opcode == _PING:
+            self._write(_PONG, bytes(payload))
+        elif opcode in (_BINARY, _CONTINUED):
+            self._parts.append(payload)
+            if sum(map(len, self._parts)) > self._max_bytes:
+                self._refuse(WSCloseCode.MESSAGE_TOO_BIG, f"a message is above {self._max_bytes} bytes")
+            elif is_last:
+                self._deliver(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
+                self._parts = []
+        elif opcode != _PONG:
+            self._refuse(WSCloseCode.UNSUPPORTED_DATA, "frames of this kind are not in the protocol")
+
+    def _deliver(self, frame: Frame) -> None:
+        if self._closed:
+            return
+        self._inbox.append(frame)
+        self._inbox_bytes += len(frame)
+        self._news.set()
+        if self._inbox_bytes > _INBOX_BYTES and not self.is_paused.is_set():
+            self.is_paused.set()
+            self._transport.pause_reading()
+
+    def _refuse(self, code: int, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._write(_CLOSE, int(code).to_bytes(2, "big") + reason.encode()[:REASON_BYTES])
+        self._part()
+        self._transport.close()
