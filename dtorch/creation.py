@@ -203,8 +203,8 @@ class Factory:
         session = current_session()
         if self.shaped and "size" in kwargs:
             args = (*args, kwargs.pop("size"))
-        args = tuple(a.item() if isinstance(a, (Tensor, torch.Tensor)) else a for a in args)
-        kwargs = {k: v.item() if isinstance(v, (Tensor, torch.Tensor)) else v for k, v in kwargs.items()}
+        args = tuple(map(_plain_number, args))
+        kwargs = {k: _plain_number(v) for k, v in kwargs.items()}
         if self.shaped:
             args = _gather_shape(args)
         if "dtype" not in kwargs:
@@ -264,6 +264,11 @@ class Factory:
             )
 
         return session.define(build, (spec,), self.name, (), self.random)
+
+
+def _plain_number(value: Any) -> Any:
+    """The number in a tensor, an array or a scalar of numpy; anything else as it is."""
+    return value.item() if hasattr(value, "item") and hasattr(value, "ndim") else value
 
 
 def _gather_shape(args: tuple[Any, ...]) -> tuple[Any, ...]:

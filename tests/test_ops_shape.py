@@ -494,3 +494,27 @@ def test_what_is_no_op_says_so() -> None:
         torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
     with pytest.raises(AttributeError):
         t.no_such_method()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "turned", "turned and copied", "three dims"])
+def test_as_strided_sees_the_elements_as_torch_lays_them(name: str, placement: Any) -> None:
+    make: dict[str, Any] = {
+        "plain": lambda x: x,
+        "turned": lambda x: x.t(),
+        "turned and copied": lambda x: x.t().clone(),
+        "three dims": lambda x: x.reshape(5, 2, 2).permute(2, 0, 1) * 2,
+    }
+    with dtorch.auto_redistribute():
+        ours = make[name](dtorch.tensor(M, device_mesh=mesh_of(3), placements=[placement]))
+        want = make[name](M)
+        assert ours.stride() == want.stride()
+        assert torch.equal(ours.as_strided((3, 4), (4, 1)).to_torch(), want.as_strided((3, 4), (4, 1)))
+        made = torch.as_strided_scatter(ours, torch.zeros(2, 3), (2, 3), (4, 1))
+        assert torch.equal(made.to_torch(), torch.as_strided_scatter(want, torch.zeros(2, 3), (2, 3), (4, 1)))
+        if placement == Shard(0):
+            with pytest.raises(RuntimeError, match="not one piece of memory; clone"):
+                ours.expand(2, *ours.shape).as_strided((2,), (1,))

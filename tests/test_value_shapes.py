@@ -148,3 +148,60 @@ def test_numbers_of_a_tensor() -> None:
         assert [bool(v) for v in x[:, 0] > 0] == [True, False, True, True, False]
         with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
             x.item()
+
+
+# ---- a tensor of no dims where torch takes an int
+
+GRID = torch.arange(24.0).reshape(4, 6)
+READS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
+    "view": lambda x, n: x.view(n(2), 12),
+    "reshape": lambda x, n: torch.reshape(x, (n(2), -1)),
+    "expand": lambda x, n: x[:1].expand(n(3), 6),
+    "narrow": lambda x, n: x.narrow(n(1), n(1), n(2)),
+    "repeat": lambda x, n: x.repeat(n(2), 1),
+    "sum": lambda x, n: x.sum(n(1)),
+    "mean of dims": lambda x, n: x.mean((n(0), n(1))),
+    "topk": lambda x, n: x.topk(n(2)).values,
+    "roll": lambda x, n: x.roll(n(1), n(0)),
+    "split": lambda x, n: x.split(n(3))[1],
+    "chunk": lambda x, n: x.chunk(n(2), dim=n(1))[1],
+    "unflatten": lambda x, n: x.unflatten(1, (n(2), 3)),
+    "transpose": lambda x, n: x.transpose(n(0), n(1)),
+    "cat": lambda x, n: torch.cat([x, x], n(1)),
+    "flip": lambda x, n: x.flip(n(0)),
+    "rot90": lambda x, n: x.rot90(n(1)),
+    "pad": lambda x, n: torch.nn.functional.pad(x, (n(1), n(2))),
+    "one_hot": lambda x, n: torch.nn.functional.one_hot(x.long() % 5, n(5)),
+    "layer_norm": lambda x, n: torch.nn.functional.layer_norm(x, (n(6),)),
+    "interpolate": lambda x, n: torch.nn.functional.interpolate(x[None], size=n(3)),
+    "new_zeros": lambda x, n: x.new_zeros(n(2), 3),
+    "a number": lambda x, n: (x + n(2)).clamp(n(3), n(9)) ** n(2),
+    "an index": lambda x, n: x[n(2)],
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "native", "faced"])
+@pytest.mark.parametrize("name", READS)
+def test_a_tensor_of_no_dims_stands_for_an_int(name: str, kind: str) -> None:
+    mesh = mesh_of(3)
+    made = {
+        "plain": torch.tensor,
+        "native": lambda v: dtorch.tensor(v, device_mesh=mesh),
+        "faced": lambda v: dtorch.TorchTensor(dtorch.tensor(v, device_mesh=mesh)),
+    }[kind]
+    want = READS[name](GRID, torch.tensor)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for again in range(2):
+            with dtorch.auto_redistribute():
+                ours = READS[name](dtorch.tensor(GRID + again, device_mesh=mesh, placements=[placement]), made)
+            assert torch.equal(ours.to_torch(), READS[name](GRID + again, torch.tensor) if again else want)
+
+
+def test_factories_take_numbers_of_any_kind() -> None:
+    numpy = pytest.importorskip("numpy")
+    for number in (numpy.int64, torch.tensor, lambda v: dtorch.tensor(v, device_mesh=mesh_of(2))):
+        with mesh_of(2):
+            assert torch.arange(number(3)).tolist() == [0, 1, 2]
+            assert torch.full((number(2),), number(3)).tolist() == [3, 3]
+            assert torch.zeros((number(2), number(1))).shape == (2, 1)
+            assert torch.linspace(0, number(2), number(3)).tolist() == [0, 1, 2]

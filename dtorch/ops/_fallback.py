@@ -179,6 +179,8 @@ _query("is_nonzero", lambda x: bool(x))
 _query("is_same_size", lambda x, other: x.shape == other.shape)
 _query("is_inference", lambda x: False)
 _query("is_distributed", lambda x: False)
+_query("_is_all_true", lambda x: x.all())  # what torch's own checks of values call
+_query("_is_any_true", lambda x: x.any())
 _query("is_conj", lambda x: bool(x._spec.meta.is_conj()))
 _query("is_neg", lambda x: bool(x._spec.meta.is_neg()))
 

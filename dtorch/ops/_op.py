@@ -21,6 +21,7 @@ from dtorch.frames import source
 from dtorch.future import TensorFuture
 from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder, refuse_without_values
 from dtorch.ops._choose import Fit, Verify, fit, repair
+from dtorch.ops._folding import wanting_gradients
 from dtorch.ops._meta import outcome
 from dtorch.ops._nothing import nothing
 from dtorch.ops._refusal import placement_error
@@ -87,6 +88,7 @@ class Op:
         self.ways = Ways(self)
         self.record, self.record_repairing = self.ways.record, self.ways.record_repairing
         self.repairs: dict[Any, Any] = {}  # under the policy: what ``_repaired`` takes; calls with out= that were tried
+        self._reads: dict[Any, frozenset[int]] = {}  # see ``_integers.py``
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
         self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
@@ -236,6 +238,9 @@ class Op:
         mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
         for name, given in (*enumerate(args), *kwargs.items()):
             refuse_without_values(f"{self.name}: argument {name!r}", given)
+        plain = with_integers(self.fn, self._reads, args, kwargs)
+        if plain is not None:
+            return self.record(*plain, frame)
         changed = False
 
         def convert(value: Any) -> Any:
@@ -299,6 +304,9 @@ class Op:
                 )
         if refresh_all(tensors):
             return (self.record(args, kwargs),), None  # type: ignore[return-value]
+        plain = with_integers(self.fn, self._reads, args, kwargs)
+        if plain is not None:
+            return (self.record(*plain, frame),), None  # type: ignore[return-value]
         if key in self.repairs and policy.is_auto():
             return (self._repaired(args, kwargs, tensors, *self.repairs[key]),), None  # type: ignore[return-value]
         call, tree_args, tree_kwargs, finish = self.infer(args, kwargs, tensors)
@@ -321,7 +329,9 @@ class Op:
             raise placement_error(self.name, call, sigs, tensors, said, self.writes, self.verify)
         if session.num_signatures > MAX_SIGNATURES:
             session.forget_signatures()  # before the new one is made, which would be forgotten too
-        sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish)
+        grads = wanting_gradients(self.short_name, tensors)
+        extra = {"grads": grads} if grads else None
+        sig = self.signature(session, spec, call, found, tree_args, tree_kwargs, finish, params=extra)
         if self.writes is None and call.itself is None and any(o.alias is not None for o in call.outputs):
             self._link(sig, call, found, tensors)
         self.cache[key] = sig
@@ -467,6 +477,8 @@ class Op:
             extra["listed"] = True  # a sequence of one result
         if self.random:
             extra["strides"] = [list(t.stride) for t in call.tensors]
+        if self.short_name.startswith("as_strided"):
+            extra["memory"] = list(call.tensors[0].stride)
         for axis in found.axes:
             extra.update(found.sigs[axis].params)
         extra["axes"] = list(found.axes)
@@ -591,6 +603,7 @@ def _with_tensors(tree: Any, tensors: Any) -> Any:
 
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, mutated, refresh_all, wrote  # noqa: E402
+from dtorch.ops._integers import with_integers  # noqa: E402
 from dtorch.ops._out import check_out, write_out  # noqa: E402
 from dtorch.ops._ways import Ways  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

@@ -10,8 +10,11 @@ from dtorch.ops._call import Call, R, Sig
 from dtorch.ops._out import written
 from dtorch.ops._rules import replicate_only
 from dtorch.ops.index import INDEX, as_tensor, follows
-from dtorch.ops.table import row
+from dtorch.ops.table import OPS, row
 from dtorch.ops.view import front, select
+from dtorch.placement import Replicate
+from dtorch.policy import is_auto
+from dtorch.spec import contiguous_stride
 from dtorch.tensor import Tensor
 
 # ---- along one dim
@@ -150,6 +153,32 @@ def _masked_scatter(call: Call) -> list[Sig]:
 row("masked_scatter", _masked_scatter)
 row("put", replicate_only, places="torch torch.Tensor")
 row("diagonal_scatter as_strided_scatter as_strided as_strided_copy", replicate_only, in_place=False)
+
+
+def _by_memory(name: str, *, is_like_input: bool = False) -> None:
+    """For a function of the elements as they lie in memory: a tensor that must be gathered first is gathered in that order."""
+    op = OPS[f"torch.{name}"]
+
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pieces = [p for p, n in zip(input.placements, input.device_mesh.shape, strict=True) if n > 1]
+        if not is_auto() or all(p.is_replicate() for p in pieces):
+            return op.record((input, *args), kwargs)
+        order = sorted(range(input.ndim), key=lambda d: (-input.stride(d), -input.shape[d]))
+        laid = input.permute(order)
+        steps = contiguous_stride(laid.shape)
+        if any(n > 1 and have != want for n, have, want in zip(laid.shape, laid.stride(), steps, strict=True)):
+            raise RuntimeError(f"{name} of a sharded tensor whose elements are not one piece of memory; clone() it first")
+        made = op.record((laid.redistribute([Replicate()] * input.device_mesh.ndim), *args), kwargs)
+        return made.permute([order.index(d) for d in range(input.ndim)]) if is_like_input else made
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"``torch.{name}``; a tensor that is not replicated is gathered."
+    front(name)(call)
+
+
+_by_memory("as_strided")
+_by_memory("as_strided_copy")
+_by_memory("as_strided_scatter", is_like_input=True)
 
 
 @front("select_scatter")

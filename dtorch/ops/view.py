@@ -480,6 +480,7 @@ row("roll", _roll, in_place=False)
 @front("rot90")
 def rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """``torch.rot90``"""
+    k = int(k) if isinstance(k, (Tensor, torch.Tensor)) else k
     torch.rot90(torch.empty([0] * input.ndim), k, list(dims))  # for torch's complaints
     a, b = dims
     if k % 4 == 1:

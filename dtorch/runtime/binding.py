@@ -149,6 +149,10 @@ class Binder:
                 raise ProtocolError(f"no op {definition.op!r} in the table") from None
             if any(layout.dtype.startswith("complex") for layout in (*definition.inputs, *definition.outputs)):
                 fn = kernels.with_all_keys(fn)
+            if "memory" in definition.params:
+                fn = kernels.with_memory(fn, tuple(definition.params["memory"]))
+            if "grads" in definition.params:
+                fn = kernels.with_gradients(fn, frozenset(definition.params["grads"]))
         numbers = {layout.mesh for layout in (*definition.inputs, *definition.outputs)}
         try:
             infos = {number: self.meshes[number] for number in numbers}

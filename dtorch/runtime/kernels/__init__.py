@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -151,6 +152,45 @@ def with_all_keys(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ForceDispatchKeyGuard(include, exclude):
             return fn(*args, **kwargs)
+
+    return call
+
+
+def with_gradients(fn: Callable[..., Any], wanting: frozenset[int]) -> Callable[..., Any]:
+    """``fn`` with some of its tensors, counted in order, as ones that require a gradient: torch chooses kernels by that."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen = count()
+        made: dict[int, torch.Tensor] = {}  # what is one tensor stays one
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [mark(part) for part in value]
+            if not isinstance(value, torch.Tensor) or next(seen) not in wanting:
+                return value
+            if id(value) not in made:
+                made[id(value)] = value.detach().requires_grad_()
+            return made[id(value)]
+
+        own = [mark(value) for value in args]
+        named = {key: mark(value) for key, value in kwargs.items()}
+        return fn(*own, **named)
+
+    return call
+
+
+def with_memory(fn: Callable[..., Any], stride: tuple[int, ...]) -> Callable[..., Any]:
+    """``fn``, which looks at the memory of its first tensor, for tensors that another device or a gather may have laid out
+    otherwise: it gets memory of its own then, with the strides that the client was told."""
+
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.numel() and any(n > 1 and have != want for n, have, want in zip(x.shape, x.stride(), stride, strict=True)):
+            once = x
+            for dim, step in enumerate(stride):
+                once = once.narrow(dim, 0, 1) if step == 0 else once
+            made = torch.empty_strided(once.shape, stride, dtype=x.dtype, device=x.device).copy_(once)
+            x.set_(made.untyped_storage(), 0, x.shape, stride)
+        return fn(x, *args, **kwargs)
 
     return call
 
