@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtorch.mesh import DeviceMesh
-from dtorch.ops._op import _tensors_of as tensors_of
-from dtorch.ops._op import _with_tensors as with_tensors
+from dtorch.ops._tree import tensors_of, with_tensors
 from dtorch.tensor import Tensor
 
 

@@ -162,11 +162,11 @@ class Op:
         sig.has_ints = any(type(number) is int for number in nums)
         made = self.emit(sig, (*ins, *nums), source(frame), args)
         if sig.mutates:
-            tensors = _tensors_of((args, kwargs))
+            tensors = tensors_of((args, kwargs))
             mutated(tensors, sig.mutates)
             return made if sig.itself is None else tensors[sig.itself]
         if sig.links is not None:
-            tensors = _tensors_of((args, kwargs))
+            tensors = tensors_of((args, kwargs))
             return attach(self, made, args, kwargs, [None if i is None else tensors[i] for i in sig.links])
         if quick_key is not None:
             cache[quick_key] = sig
@@ -197,7 +197,7 @@ class Op:
             return out
         if sig.shape == IN_PLACE:
             sig.put(((sig.id, *ins), *at))
-            target: Any = _tensors_of(args)[self.writes or 0]
+            target: Any = tensors_of(args)[self.writes or 0]
             target._spec.session.num_mutations += 1
             if sig.spec is not None:
                 target._spec = sig.spec
@@ -235,7 +235,7 @@ class Op:
             return answered[0]
         if kwargs.get("out") is not None:
             check_out(self, kwargs["out"])
-        mesh_of = next((t for t in _tensors_of((args, kwargs)) if type(t) is Tensor), None)
+        mesh_of = next((t for t in tensors_of((args, kwargs)) if type(t) is Tensor), None)
         for name, given in (*enumerate(args), *kwargs.items()):
             refuse_without_values(f"{self.name}: argument {name!r}", given)
         plain = with_integers(self.fn, self._reads, args, kwargs)
@@ -289,7 +289,7 @@ class Op:
     ) -> tuple[tuple[Any] | None, Signature]:
         """First call under ``key``: a signature, or the finished result of a repaired call."""
         __tracebackhide__ = True
-        tensors = [t for t in _tensors_of((args, kwargs))]
+        tensors = [t for t in tensors_of((args, kwargs))]
         if not tensors:
             raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
         spec = tensors[0]._spec
@@ -351,7 +351,7 @@ class Op:
             t if t._spec.codes == codes else t.redistribute(placements=[from_code(c) for c in codes])
             for t, codes in zip(tensors, wanted, strict=True)
         ]
-        moved_args, moved_kwargs = _with_tensors((args, kwargs), iter(moved))
+        moved_args, moved_kwargs = with_tensors((args, kwargs), iter(moved))
         made = self.record(moved_args, moved_kwargs)
         for i in mutates:
             if moved[i] is not tensors[i]:
@@ -576,34 +576,9 @@ def _key(value: Any, key: list[Any], ins: list[int]) -> bool:
     return True
 
 
-def _tensors_of(tree: Any) -> list[Any]:
-    """All dtorch tensors in an argument tree, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [t for item in tree for t in _tensors_of(item)]
-    if isinstance(tree, dict):
-        return [t for item in tree.values() for t in _tensors_of(item)]
-    if isinstance(tree, slice):
-        return [t for item in (tree.start, tree.stop, tree.step) for t in _tensors_of(item)]
-    return []
-
-
-def _with_tensors(tree: Any, tensors: Any) -> Any:
-    """The same tree with its dtorch tensors replaced, in order."""
-    if isinstance(tree, Tensor):
-        return next(tensors)
-    if isinstance(tree, list):
-        return [_with_tensors(item, tensors) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(_with_tensors(item, tensors) for item in tree)
-    if isinstance(tree, dict):
-        return {k: _with_tensors(v, tensors) for k, v in tree.items()}
-    return tree
-
-
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, mutated, refresh_all, wrote  # noqa: E402
 from dtorch.ops._integers import with_integers  # noqa: E402
 from dtorch.ops._out import check_out, write_out  # noqa: E402
+from dtorch.ops._tree import tensors_of, with_tensors  # noqa: E402
 from dtorch.ops._ways import Ways  # noqa: E402
 from dtorch.tensor import Tensor  # noqa: E402  (the two refer to each other: methods are ops, results are tensors)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from dtorch.ops._op import Op, _tensors_of, _with_tensors
+from dtorch.ops._op import Op
 from dtorch.ops._out import written
 from dtorch.ops._rules import replicate_only
+from dtorch.ops._tree import tensors_of, with_tensors
 from dtorch.ops.table import OPS, PUBLIC
 from dtorch.ops.view import front
 from dtorch.placement import Replicate
@@ -83,9 +84,9 @@ class Sized:
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         whole = iter(
-            [t.redistribute([Replicate()] * t.device_mesh.ndim) for t in _tensors_of((args, kwargs))]
+            [t.redistribute([Replicate()] * t.device_mesh.ndim) for t in tensors_of((args, kwargs))]
         )
-        made: tuple[tuple[Any, ...], dict[str, Any]] = _with_tensors((args, kwargs), whole)
+        made: tuple[tuple[Any, ...], dict[str, Any]] = with_tensors((args, kwargs), whole)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
