@@ -289,6 +289,21 @@ def test_words_that_make_no_sense(file: Path, capsys: pytest.CaptureFixture[str]
     assert said in capsys.readouterr().err
 
 
+def test_near_names_are_found_without_importing_what_they_stand_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packages such as transformers load each name when it is asked for."""
+    (tmp_path / "lazy.py").write_text(
+        "def __dir__(): return ['LlamaModel', 'Llama4Model', 'Broken']\n"
+        "def __getattr__(name):\n"
+        "    if name == 'LlamaModl' or name.startswith('__'):\n"
+        "        raise AttributeError(name)\n"
+        "    raise AssertionError('imported ' + name)\n"
+    )
+    assert main(["explain", f"{tmp_path / 'lazy.py'}:LlamaModl", "--mesh", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "has no 'LlamaModl'" in said
+    assert "'LlamaModel'" in said
+
+
 def test_words() -> None:
     assert mesh_of("2x3").dim_names == ("dp", "tp")
     assert mesh_of("2x1x3x4", "a,b,c,d").shape == (2, 1, 3, 4)

@@ -127,7 +127,8 @@ def _attribute(module: Any, name: str) -> Any:
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
+            held = vars(found) if hasattr(found, "__dict__") else {}
+            names = [n for n in dir(found) if not n.startswith("_") and callable(held.get(n, len))]  # nothing is imported
             raise UsageError(f"{module.__name__} has no {name!r}{near(part, names)}")
         found = getattr(found, part)
     return found
