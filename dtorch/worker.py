@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 HANG_UP_S = 0.2
 """How long the end of a worker may wait for the goodbye of its heartbeat's link."""
-STUCK_S = 5.0
-"""How long a worker that was told to halt may wait on for others to form a group; then it gives itself up."""
 GROUP_TIMEOUT_S = 1800.0
 """A collective's last resort; a lost worker is noticed by the controller long before."""
 
@@ -101,7 +99,6 @@ class _Life:
                     await asyncio.wait_for(link.close(), HANG_UP_S)
 
     async def _answer(self, link: Link) -> None:
-        loop = asyncio.get_running_loop()
         while (frame := await link.receive()) is not None:
             match codec.decode_to_worker(frame):
                 case Ping(number):
@@ -109,12 +106,6 @@ class _Life:
                         link.send_nowait(codec.encode(Pong(number)))
                 case Halt(session, epoch) if self.worker is not None:
                     self.worker.halt(session, epoch)
-                    loop.call_later(STUCK_S, self._check_stuck, session, epoch)
-
-    def _check_stuck(self, session: int, epoch: int) -> None:
-        if self.worker is not None and self.worker.is_stuck(session, epoch):
-            sys.stderr.write("dtorch: this worker waits for a group that will never form; it ends, others take over\n")
-            os._exit(1)
 
 
 def _run(args: dict[str, Any], life: _Life) -> None:
@@ -152,8 +143,11 @@ async def _serve(args: dict[str, Any], life: _Life) -> None:
         from dtorch.transport.store import SessionStore
 
         name = f"{epoch}-{kind}-{'-'.join(map(str, members))}"
-        store = SessionStore(address, token, name, stopped=lambda: worker.is_halting(link.session))
-        return make_group(kind, store, number, members, GROUP_TIMEOUT_S)
+        def stopped() -> bool:
+            return worker.is_halting(link.session)
+
+        store = SessionStore(address, token, name, stopped=stopped)
+        return make_group(kind, store, number, members, GROUP_TIMEOUT_S, stopped=stopped)
 
     executor = partial(Executor, folders=args.get("folders"), rules=tuple(args.get("rules", RULES)))
     worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow, executor=executor)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from dtorch.transport import groups  # noqa: E402  the path has to be set first
+from dtorch.transport import forming, groups  # noqa: E402  the path has to be set first
 from dtorch.transport.errors import ConnectionLostError  # noqa: E402
 from dtorch.transport.groups import GlooGroup, Group, make_group, message_layout, pack, unpack  # noqa: E402
 from dtorch.transport.link import Link, Server  # noqa: E402
@@ -209,6 +210,59 @@ def test_wrong_members_are_told() -> None:
 def test_missing_members_are_a_lost_connection() -> None:
     with pytest.raises(ConnectionLostError, match="could not form a group"):
         GlooGroup(HashStore(), 0, [0, 1], 0.05)
+
+
+def two_groups() -> list[list[GlooGroup]]:
+    """Two groups of workers 0 and 1, all four ends made in this process at the same time."""
+    store, made = HashStore(), [[GlooGroup(HashStore(), 9, [9], 1.0)] * 2 for _ in range(2)]
+
+    def make(group: int, me: int) -> None:
+        made[group][me] = GlooGroup(distributed.PrefixStore(str(group), store), me, [0, 1], TIMEOUT_S)
+
+    threads = [threading.Thread(target=make, args=(group, me)) for group in (0, 1) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found in /proc")
+def test_a_group_that_is_aborted_leaves_others_of_the_process_alone() -> None:
+    wanted: list[groups.Spec] = [((3,), torch.float32)]
+    for _ in range(5):
+        doomed, other = two_groups()
+        waiting = doomed[0].start({}, {1: wanted}, True)
+        doomed[0].abort()
+        with pytest.raises(ConnectionLostError):
+            waiting.wait()
+        with pytest.raises(ConnectionLostError):  # and so does its peer
+            doomed[1].exchange({}, {0: wanted}, True)
+        sent = other[1].start({0: [torch.ones(3)]}, {}, True)
+        got, good = other[0].exchange({}, {1: wanted}, True)
+        sent.wait()
+        assert good
+        assert torch.equal(got[1][0], torch.ones(3))
+        for group in (*doomed, *other):
+            group.close()
+            group.abort()  # too late to do anything
+
+
+def test_a_group_whose_members_go_away_while_it_is_made_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forming, "CONNECT_S", 1.0)
+    store = HashStore()
+    store.set("at/1", "127.0.0.1|1")  # it has shown up, and does not connect
+    asked: list[bool] = []
+
+    def stopped() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    with pytest.raises(ConnectionLostError, match="is gone"):
+        GlooGroup(store, 0, [0, 1], TIMEOUT_S, stopped=stopped)
+    for thread in list(forming._left_behind):
+        thread.join()
+    assert not forming.is_forming()
 
 
 @pytest.mark.skipif(distributed.is_nccl_available(), reason="tells what a build without NCCL says")

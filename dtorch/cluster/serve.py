@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -295,8 +296,9 @@ class PoolWorker:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no session's thread is left: one may be held up by what it waits for."""
-        return not self._ending
+        """Whether no thread of a session is left: one may be held up by what it waits for."""
+        forming = sys.modules.get("dtorch.transport.forming")
+        return not self._ending and not (forming is not None and forming.is_forming())
 
     # ---- what is used
 
@@ -357,7 +359,7 @@ class PoolWorker:
 
         name = f"{session}/{epoch}-{kind}-{'-'.join(map(str, members))}"
         store = SessionStore(self._address, self._offer.key, name, tls=self._tls, stopped=halting)
-        return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host)
+        return make_group(kind, store, self._number, members, GROUP_TIMEOUT_S, self._host, halting)
 
     def _change(self, last: int | None, session: int) -> None:
         """Each session draws from generators of its own: those of the last one are kept, this one's put in place."""

@@ -89,7 +89,6 @@ class Binder:
         self.place_index: dict[Place, int] = {}
         self._backing: dict[Place, torch.device] = {}  # what stands for a place that was moved
         self.epoch = 0
-        self.is_joining = False  # waits for others to make a group
 
     def device_of(self, place: Place) -> torch.device:
         """The torch device that stands for a hosted place."""
@@ -214,12 +213,8 @@ class Binder:
         """
         group = self._groups.get((workers, kind))
         if group is None:
-            self.is_joining = True
-            try:
-                make = self._make_group
-                group = make(workers, kind, self.epoch) if self.epoch else make(workers, kind)
-            finally:
-                self.is_joining = False
+            make = self._make_group
+            group = make(workers, kind, self.epoch) if self.epoch else make(workers, kind)
             self._groups[workers, kind] = group
         return group
 

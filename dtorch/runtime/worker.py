@@ -178,11 +178,6 @@ class Worker:
         executor = self._sessions.get(session)
         return executor is not None and executor.halt_epoch > executor.binder.epoch
 
-    def is_stuck(self, session: int, epoch: int) -> bool:
-        """Whether a session that was told to halt still waits for others to form a group. Any thread may ask."""
-        executor = self._sessions.get(session)
-        return executor is not None and executor.binder.is_joining and executor.binder.epoch < epoch
-
     def _rework(self, message: AskHeld | AskSnapshots | Regroup | Redo | Resume) -> None:
         executor = self._session(message.session)
         rework = self._reworks.get(message.session)

@@ -11,12 +11,8 @@ failure with the data.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import socket
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +22,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Store  # torch.distributed re-exports it in a way that type checkers miss
 
 from .errors import ConnectionLostError
+from .forming import Formed
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of one tensor
 
@@ -168,6 +165,7 @@ class GlooGroup(_Members):
         members: all numbers in the group, in the same order everywhere.
         timeout_s: for making the group and for each exchange.
         hostname: of the interface to use. Loopback serves one host; None takes what the host's name resolves to.
+        stopped: asked from time to time while the group is made; True ends that with ConnectionLostError.
     """
 
     takes_cuda = False
@@ -179,24 +177,15 @@ class GlooGroup(_Members):
         members: Sequence[int],
         timeout_s: float,
         hostname: str | None = LOOPBACK,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(me, members)
         self._store = store  # C++ calls back into it: see SessionStore
-        self._pg: Any = None  # a ProcessGroupGloo, whose stubs lack send and recv
+        self.timeout = timedelta(seconds=timeout_s)
         self._aborted = False
-        self._sockets: dict[int, int] = {}  # its connections, as far as the system tells: descriptor -> inode
-        if len(self.members) == 1:
-            return
-        before = _sockets()
-        gloo: Any = distributed.ProcessGroupGloo  # its stubs lack _Options
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=hostname or "")]
-        options._timeout = timedelta(seconds=timeout_s)
-        try:
-            self._pg = gloo(store, self._rank[me], len(self.members), options)
-        except RuntimeError as error:
-            raise ConnectionLostError(f"workers {self.members} could not form a group: {error}") from error
-        self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+        self._formed: Formed | None = None
+        if len(self.members) > 1:
+            self._formed = Formed(store, self._rank[me], len(self.members), hostname or "", timeout_s, stopped)
 
     def exchange(
         self, sends: dict[int, list[torch.Tensor]], receives: dict[int, list[Spec]], ok: bool
@@ -221,40 +210,20 @@ class GlooGroup(_Members):
         return _GlooUnderWay(self, works, parts, incoming)
 
     def _group(self) -> Any:
-        if self._pg is None or self._aborted:
+        if self._formed is None or self._aborted:
             raise ConnectionLostError(f"the group {self.members} is closed")
-        return self._pg
+        return self._formed.pg
 
     def close(self) -> None:
-        self._sockets = {}
-        self._pg = None
+        formed, self._formed = self._formed, None
+        if formed is not None:
+            formed.close()
 
     def abort(self) -> None:
-        # Gloo itself has no way to end a wait: cut its connections, and it finds that its peers are gone.
         self._aborted = True
-        cut, self._sockets = self._sockets, {}
-        for fd, inode in cut.items():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                if os.fstat(connection.fileno()).st_ino == inode:  # gloo may have closed it, and another have its number
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets() -> dict[int, int]:
-    """Connected TCP sockets of this process: descriptor -> inode. Empty where the system does not tell."""
-    found: dict[int, int] = {}
-    try:
-        names = os.listdir("/proc/self/fd")
-    except OSError:
-        return found
-    for name in names:
-        with contextlib.suppress(OSError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getpeername():
-                    found[int(name)] = status.st_ino
-    return found
+        formed = self._formed
+        if formed is not None:
+            formed.cut()
 
 
 class _GlooUnderWay:
@@ -267,7 +236,7 @@ class _GlooUnderWay:
         group = self._group
         try:
             for work in self._works:
-                work.wait()
+                work.wait(group.timeout)
         except RuntimeError as error:
             raise ConnectionLostError(f"worker {group.me} lost a member of {group.members}: {error}") from error
         self._parts.clear()
@@ -413,10 +382,11 @@ def make_group(
     members: Sequence[int],
     timeout_s: float,
     hostname: str | None = LOOPBACK,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Group:
     """A group of ``kind`` "gloo" or "nccl". Waits for the other members; all make their groups in the same order."""
     if kind == "gloo":
-        return GlooGroup(store, me, members, timeout_s, hostname)
+        return GlooGroup(store, me, members, timeout_s, hostname, stopped)
     if kind == "nccl":
         return NcclGroup(store, me, members, timeout_s)
     raise ValueError(f'a group is of kind "gloo" or "nccl", not {kind!r}')
