@@ -33,7 +33,7 @@ from dtorch.runtime.events import (
 from dtorch.runtime.layout import is_partial, is_shard, shard_dim
 from dtorch.runtime.lineage import Bounds, Lineage, bits
 from dtorch.runtime.poison import LOST
-from dtorch.runtime.slices import Position, Rescue, Standing, Step, Tap, rescue
+from dtorch.runtime.slices import Part, Position, Rescue, Standing, Step, Tap, rescue
 from dtorch.runtime.slices import Redo as Again
 from dtorch.transport.codec import encode
 from dtorch.transport.errors import ProtocolError
@@ -427,9 +427,7 @@ class Recovery:
                 self._states.get(self._origins.get(part.record.seq, -1)),
                 marks,
             )
-            for stream in part.record.streams if redo.uploads else ():
-                for frame in stream.frames:  # they came before their batch, and come again before it
-                    out += controller.broadcast(frame, controller.workers_of(stream.mesh, stream.devices))
+            out += self._feed(part, places)
             out += controller.broadcast(encode(redo), workers)
         furthest = self._furthest()
         states = furthest.states if furthest is not None and found.stretch is None else None
@@ -460,6 +458,19 @@ class Recovery:
         waiting, self.held_back = self.held_back, []
         for event in waiting:
             out += controller.handle(event)
+        return out
+
+    def _feed(self, part: Part, places: list[Place]) -> list[Instruction]:
+        """Uploads that came in parts came before their batch, and come again before it, to whoever takes them again."""
+        controller = self._controller
+        takers = {places[p] for step in part.steps if step.facts.upload for p in bits(step.places)}
+        meshes = {mesh.mesh: mesh for mesh in controller.meshes} if takers else {}
+        out: list[Instruction] = []
+        for stream in part.record.streams if takers else ():
+            mesh = meshes[stream.mesh]
+            devices = tuple(d for d in stream.devices or mesh.devices if (mesh.kind, d) in takers)
+            for frame in stream.frames if devices else ():
+                out += controller.broadcast(frame, controller.workers_of(mesh.mesh, devices))
         return out
 
     def _forgotten(self, found: Rescue) -> tuple[Definition, ...]:
