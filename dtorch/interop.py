@@ -83,6 +83,7 @@ class MeshMode(TorchFunctionMode):
         return func(*args, **kwargs) if _stays_plain(kwargs) else make(*args, **kwargs)
 
 
+_num_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _push: Callable[[TorchFunctionMode], None] = overrides._push_mode
 _pop: Callable[[], TorchFunctionMode] = overrides._pop_mode
@@ -142,7 +143,6 @@ class FaceMode(TorchFunctionMode):
 
 _FACES = (TorchTensor,)
 _NONE: dict[str, Any] = {}
-_num_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _SHAPED: dict[Any, Callable[..., Any]] = {factory.fn: factory for factory in creation.FACTORIES.values()}
 
 
@@ -161,6 +161,12 @@ def factories_off(owner: Any) -> None:
 
 def _remove(mode: TorchFunctionMode) -> None:
     """Take ``mode`` off the stack; modes that other tasks have pushed above it stay."""
+    if not _num_modes():
+        return
+    top = _pop()
+    if top is mode:
+        return
+    _push(top)
     if not any(entry is mode for entry in _modes()):
         return
     above = []

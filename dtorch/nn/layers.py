@@ -13,11 +13,18 @@ import torch
 
 from dtorch.frames import users
 from dtorch.nn.module import FORWARD
+from dtorch.ops._ways import put
 from dtorch.ops.table import OPS
+from dtorch.runtime.recorder import Signature
+from dtorch.tensor import Tensor
 
 _linear_op, _rms_norm_op, _layer_norm_op, _embedding_op = (
     OPS[f"torch.nn.functional.{name}"] for name in ("linear", "rms_norm", "layer_norm", "embedding")
 )
+
+
+_norms: dict[Any, Signature] = _rms_norm_op.new_cache()
+_layer_norms: dict[Any, Signature] = _layer_norm_op.new_cache()
 
 
 def _member(self: Any, name: str) -> Any:
@@ -32,12 +39,27 @@ def _linear(self: Any, input: Any) -> Any:
 
 
 def _rms_norm(self: Any, x: Any) -> Any:
-    return _rms_norm_op.record((x, self.normalized_shape, _member(self, "weight"), self.eps), {}, users(_getframe(1)))
+    weight, frame = _member(self, "weight"), users(_getframe(1))
+    args = x, self.normalized_shape, weight, self.eps
+    if type(x) is Tensor is type(weight) and frame is not None:
+        key = x._spec, weight._spec, self.normalized_shape, self.eps
+        sig = _norms.get(key)
+        if sig is not None:
+            return put(_rms_norm_op, sig, (x._slot, weight._slot), args, frame)
+        return _rms_norm_op.slowly(args, {}, frame, _norms, key)
+    return _rms_norm_op.record(args, {}, frame)
 
 
 def _layer_norm(self: Any, input: Any) -> Any:
-    args = input, self.normalized_shape, _member(self, "weight"), _member(self, "bias"), self.eps
-    return _layer_norm_op.record(args, {}, users(_getframe(1)))
+    weight, bias, frame = _member(self, "weight"), _member(self, "bias"), users(_getframe(1))
+    args = input, self.normalized_shape, weight, bias, self.eps
+    if type(input) is Tensor is type(weight) is type(bias) and frame is not None:
+        key = input._spec, weight._spec, bias._spec, self.normalized_shape, self.eps
+        sig = _layer_norms.get(key)
+        if sig is not None:
+            return put(_layer_norm_op, sig, (input._slot, weight._slot, bias._slot), args, frame)
+        return _layer_norm_op.slowly(args, {}, frame, _layer_norms, key)
+    return _layer_norm_op.record(args, {}, frame)
 
 
 def _embedding(self: Any, input: Any) -> Any:

@@ -116,7 +116,19 @@ class Module(torch.nn.Module):
         # What torch does around a forward costs several times as much as all of this, so it runs where it is wanted.
         # Members are read from __dict__, since every attribute of a class with __getattr__ is slow.
         members = self.__dict__
-        if _is_hooked(members) or "redistribute_output" in members or "redistribute_input" in members:
+        if (  # _is_hooked, which a call more would make dear here
+            members["_forward_hooks"]
+            or members["_forward_pre_hooks"]
+            or members["_backward_hooks"]
+            or members["_backward_pre_hooks"]
+            or _forward_hooks
+            or _forward_pre_hooks
+            or _backward_hooks
+            or _backward_pre_hooks
+            or "_compiled_call_impl" in members
+            or "redistribute_output" in members
+            or "redistribute_input" in members
+        ):
             return self._call_placed(*args, **kwargs)
         return self.forward(*args, **kwargs)
 

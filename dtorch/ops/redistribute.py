@@ -63,7 +63,10 @@ def placed(tensor: Tensor, wanted: tuple[Placement, ...]) -> Tensor:
 
 def _record(sig: Signature, tensor: Tensor, frame: FrameType) -> Tensor:
     recorder = sig.recorder
-    slot = recorder.slot()
+    try:
+        slot = sig.take()
+    except IndexError:
+        slot = recorder.grant()
     sig.put(((sig.id, slot, tensor._slot), *source(frame)))
     out = _new(Tensor)
     out._spec = sig.spec
