@@ -8,6 +8,7 @@ links, groups). Names below are the public ones; ops of the op table are public 
 from __future__ import annotations
 
 import importlib
+import logging as _logging
 from typing import Any
 
 import torch as _torch
@@ -72,6 +73,8 @@ from dtorch.transport.errors import (
 __version__ = "0.1.0"
 
 _SUBMODULES = ("nn", "distributed_spec", "interop", "testing")
+
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())  # silent unless somebody listens
 
 __all__ = [
     "AuthError",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import sys
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("arguments", nargs="*", help="arguments of a script, after --")
     add_commands(commands)
     chosen = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s")  # a command is a program of its own: its warnings are for who started it
     try:
         status = run_command(chosen)
         if status is not None:
@@ -182,7 +184,9 @@ def _self_test(workers: str) -> bool:
         seconds = time.perf_counter() - started
         dtorch.shutdown()
     except Exception as error:
-        print(f"self-test, {workers}: {type(error).__name__}: {error}")
+        first, *more = str(error).strip().splitlines() or [""]
+        last = f" ... {more[-1].strip()}" if more else ""  # of a worker's last words, which say what went wrong
+        print(f"self-test, {workers}: {type(error).__name__}: {first}{last}")
         return False
     print(f"self-test, {workers}: {'ok' if same else 'WRONG RESULT'} in {seconds:.2f} s from start to value")
     return same

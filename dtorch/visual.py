@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TextIO
@@ -18,7 +18,7 @@ from dtorch.runtime.layout import Interval, coords
 MAX_SHOWN = 12
 """Rows, and columns, of a grid; of longer ones the middle is left out."""
 
-_ANSI = (117, 156, 222, 217, 183, 159, 229, 252)  # of the 256 colours; all light, under black text
+_INK = "#111111"
 LIGHT = ("#bfe3ff", "#c9f0c4", "#ffe0a8", "#ffd0cf", "#e3d0ff", "#c2f2f0", "#f6f3b4", "#dcdfe4")
 DARK = ("#1f4e75", "#2a5d33", "#6f4f12", "#743535", "#523a80", "#1c5b5a", "#5c5a1b", "#454b55")
 
@@ -69,7 +69,7 @@ def grid_of(about: Inspection) -> Grid:
         line = []
         for column in across:
             text = f"{about.device_mesh.device_type}:{_holders(list(held[row, column].values()))}"
-            line.append(Cell(text, colours.setdefault(text, len(colours) % len(_ANSI))))
+            line.append(Cell(text, colours.setdefault(text, len(colours) % len(LIGHT))))
         cells.append(tuple(line))
     rows = tuple(_span(drawn[0], cut) for cut in down) if len(drawn) == 2 else ("",)
     columns = tuple(_span(drawn[-1], cut) for cut in across) if drawn else ("",)
@@ -85,7 +85,7 @@ def mesh_grid(mesh: DeviceMesh) -> Grid:
     columns = tuple(f"{names[-1]}={at}" for at in range(width))
     cells = tuple(
         tuple(
-            Cell(f"{mesh.device_type}:{device}", (row * width + column) % len(_ANSI))
+            Cell(f"{mesh.device_type}:{device}", (row * width + column) % len(LIGHT))
             for column, device in enumerate(mesh.devices[row * width : (row + 1) * width])
         )
         for row in range(len(leading))
@@ -126,33 +126,36 @@ def _picked(count: int) -> list[int | None]:
 # ---- text
 
 
-def grid_text(grid: Grid, colour: bool = False) -> str:
-    """The grid in ASCII, with ANSI colours if wanted."""
+def grid_text(grid: Grid) -> str:
+    """The grid in ASCII."""
+    return "".join(text for text, _ in _pieces(grid))
+
+
+def _pieces(grid: Grid) -> Iterator[tuple[str, int]]:
+    """The grid in ASCII, piece by piece, with the number of the colour behind it; -1 for none."""
     left = max(map(len, grid.rows))
     texts = [[cell.text for cell in line] for line in grid.cells]
     widths = [
         max(len(label), *(len(line[j]) for line in texts)) + 2 for j, label in enumerate(grid.columns)
     ]
     rule = " " * left + " +" + "+".join("-" * width for width in widths) + "+"
-    lines = []
     if any(grid.columns):
         labels = [label.center(width) for label, width in zip(grid.columns, widths, strict=True)]
-        lines.append(f"{' ' * left}  {' '.join(labels)}".rstrip())
-    lines.append(rule)
+        yield f"{' ' * left}  {' '.join(labels)}".rstrip() + "\n", -1
+    yield rule, -1
     for label, line in zip(grid.rows, grid.cells, strict=True):
-        painted = [_paint(cell, cell.text.center(w), colour) for cell, w in zip(line, widths, strict=True)]
-        lines += [f"{label.ljust(left)} |{'|'.join(painted)}|", rule]
-    return "\n".join(lines)
-
-
-def _paint(cell: Cell, text: str, colour: bool) -> str:
-    return f"\x1b[30;48;5;{_ANSI[cell.colour]}m{text}\x1b[0m" if colour and cell.colour >= 0 else text
+        yield f"\n{label.ljust(left)} |", -1
+        for cell, width in zip(line, widths, strict=True):
+            yield cell.text.center(width), cell.colour
+            yield "|", -1
+        yield f"\n{rule}", -1
 
 
 def visualize_sharding(x: Any, *, file: TextIO | None = None) -> None:
     """Print which device holds which block of a tensor, or the devices of a mesh. Waits for no value.
 
-    Rows and columns are the sharded dims. "cpu:0,1" hold copies, "cpu:0+1" summands. In colour on a terminal.
+    Rows and columns are the sharded dims. "cpu:0,1" hold copies, "cpu:0+1" summands. In colour on a terminal, unless NO_COLOR
+    is set.
 
     Args:
         x: a tensor on a mesh, or a DeviceMesh.
@@ -167,7 +170,24 @@ def visualize_sharding(x: Any, *, file: TextIO | None = None) -> None:
     else:
         about = inspect(x)
         title, grid = _title(about), grid_of(about)
-    stream.write(f"{title}\n{grid_text(grid, stream.isatty())}\n")
+    if stream.isatty():
+        _print_in_colour(stream, title, grid)
+    else:
+        stream.write(f"{title}\n{grid_text(grid)}\n")
+
+
+def _print_in_colour(stream: TextIO, title: str, grid: Grid) -> None:
+    """As many colours as the terminal has; none where NO_COLOR or TERM=dumb says so. Blocks have dark text on a light ground,
+    which can be read in terminals of either theme."""
+    from rich.console import Console
+    from rich.style import Style
+    from rich.text import Text
+
+    styles = [Style(color=_INK, bgcolor=colour) for colour in LIGHT]
+    shown = Text(f"{title}\n")
+    for text, colour in _pieces(grid):
+        shown.append(text, styles[colour] if colour >= 0 else None)
+    Console(file=stream).print(shown, soft_wrap=True)
 
 
 def _title(about: Inspection) -> str:

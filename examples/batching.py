@@ -174,27 +174,37 @@ class Batcher:
                 self.rows[row] = None
 
     async def _step(self) -> None:
-        """One token for every row, and the first one for those that join."""
+        """One token for every row, and the first one for those that join. Each is given as soon as it is there."""
+        arriving: list[asyncio.Task[None]] = []
         running = [(row, stream) for row, stream in enumerate(self.rows) if stream is not None]
-        waiting = [] if not running else [await self._decode(1 + max(stream.position for _, stream in running))]
-        # Rows that join are filled after the step, in which an idle row overwrites its own first slot.
-        joining: list[Stream] = []
-        for row, stream in enumerate(self.rows):
-            while stream is None and self.queue:
-                candidate = self.queue.popleft()
-                if not candidate.is_closed:
-                    self.rows[row] = stream = candidate
-                    joining.append(candidate)
-                    waiting.append(await self._prefill(candidate.prompt, row))
-        arrived = await asyncio.gather(*(tokens.tolist_async() for tokens in waiting))
-        if running:
-            tokens = arrived.pop(0)
-            for row, stream in running:
-                stream.position += 1
-                self._give(stream, tokens[row][0])
-            self.num_steps += 1
-        for stream, ((token,),) in zip(joining, arrived, strict=True):
-            self._give(stream, token)
+        try:
+            if running:
+                tokens = await self._decode(1 + max(stream.position for _, stream in running))
+                arriving.append(asyncio.create_task(self._give_all(running, tokens)))
+            # Rows that join are filled after the step, in which an idle row overwrites its own first slot.
+            for row, stream in enumerate(self.rows):
+                while stream is None and self.queue:
+                    candidate = self.queue.popleft()
+                    if not candidate.is_closed:
+                        self.rows[row] = stream = candidate
+                        tokens = await self._prefill(candidate.prompt, row)
+                        arriving.append(asyncio.create_task(self._give_first(stream, tokens)))
+            await asyncio.gather(*arriving)
+        finally:
+            for task in arriving:
+                task.cancel()
+            await asyncio.gather(*arriving, return_exceptions=True)
+
+    async def _give_all(self, running: list[tuple[int, Stream]], tokens: dtorch.Tensor) -> None:
+        numbers = await tokens.tolist_async()
+        for row, stream in running:
+            stream.position += 1
+            self._give(stream, numbers[row][0])
+        self.num_steps += 1
+
+    async def _give_first(self, stream: Stream, tokens: dtorch.Tensor) -> None:
+        ((token,),) = await tokens.tolist_async()
+        self._give(stream, token)
 
     def _give(self, stream: Stream, token: int) -> None:
         if not stream.is_closed:

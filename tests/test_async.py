@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import signal
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -155,24 +157,28 @@ async def test_giving_up_drops_the_waiter_and_nothing_else(mesh: DeviceMesh) -> 
     assert torch.allclose(value.sum(), torch.tensor(700.0), rtol=1e-3)
 
 
-async def test_the_heartbeat_goes_on_while_the_workers_compute(mesh: DeviceMesh) -> None:
-    x = _busy(mesh, rounds=20)
-    beats = 0
-    done = asyncio.Event()
+async def test_the_loop_goes_on_while_the_workers_do_not(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are stopped until the loop has turned a thousand times: did it stand still, they would be stopped for ever."""
+    x = _busy(mesh)
+    await x
+    thread = dtorch.current_session().thread
+    monkeypatch.setattr(thread._pulse, "_states", lambda: dict.fromkeys(thread.pids, "S"))  # stopped, and yet not lost
+    for pid in thread.pids.values():
+        os.kill(pid, signal.SIGSTOP)
 
     async def beat() -> None:
-        nonlocal beats
-        while not done.is_set():
-            beats += 1
-            await asyncio.sleep(0.001)
+        try:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        finally:
+            for pid in thread.pids.values():
+                os.kill(pid, signal.SIGCONT)
 
-    heart = asyncio.create_task(beat())
-    value = await x
-    during = beats
-    done.set()
-    await heart
-    assert value.shape == (700, 700)
-    assert during >= 3
+    y = x + 1
+    waiting = asyncio.ensure_future(y.value())
+    await asyncio.sleep(0)  # it waits
+    await beat()
+    assert (await waiting).shape == (700, 700)
 
 
 def test_blocking_waits(mesh: DeviceMesh) -> None:

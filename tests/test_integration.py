@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -178,3 +181,44 @@ async def test_fastapi() -> None:
             dtorch.shutdown()
             answer = await http.get("/health")
             assert (answer.status_code, answer.json()["healthy"]) == (503, False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd and /proc")
+def test_fastapi_under_uvicorn() -> None:
+    """A server of its own process: it answers requests that come together, and SIGTERM ends it and its workers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+        command = ["-m", "uvicorn", "--app-dir", str(EXAMPLES), "--fd", str(listening.fileno()), "fastapi_app:app"]
+        running = subprocess.Popen(
+            [sys.executable, *command], stderr=subprocess.PIPE, text=True, env=env, pass_fds=[listening.fileno()]
+        )
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        async def ask() -> list[Any]:
+            limits = httpx.Limits(max_keepalive_connections=0)
+            async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, limits=limits) as http:
+                assert (await http.get("/health")).json() == {"healthy": True}  # waits in the backlog until it is up
+                return await asyncio.gather(*(http.post("/predict", json={"rows": [[i, 2.0, 3.0]]}) for i in range(8)))
+
+        try:
+            answers = asyncio.run(ask())
+            tasks = Path(f"/proc/{running.pid}/task").iterdir()
+            children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+            ends = [os.pidfd_open(pid) for pid in children]
+            running.terminate()
+            _, said = running.communicate(timeout=WAIT_S)
+        finally:
+            running.kill()
+            running.communicate()
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert len({str(answer.json()) for answer in answers}) == 8
+    assert "Application shutdown complete" in said
+    assert "Traceback" not in said
+    assert "Error" not in said
+    assert running.returncode in (0, -signal.SIGTERM)  # uvicorn raises the signal again once it is done
+    assert ends
+    for end in ends:  # which the workers' end comes before
+        poller = select.poll()
+        poller.register(end, select.POLLIN)
+        assert poller.poll(1000 * WAIT_S)
+        os.close(end)

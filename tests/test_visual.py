@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -111,8 +112,27 @@ def test_text_in_a_file_and_colours_on_a_terminal(mesh: DeviceMesh) -> None:
         "dim 0 [4:8] |    cpu:2    |    cpu:3    |",
         "            +-------------+-------------+",
     ]
-    coloured = shown(x, Terminal())
-    assert coloured.count("\x1b[30;48;5;") == coloured.count("\x1b[0m") == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "start"),
+    [
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor"}, "\x1b[38;2;17;17;17;48;2;"),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, None),
+        ({"TERM": "dumb"}, None),
+    ],
+)
+def test_colours_on_a_terminal_that_has_them(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], start: str | None
+) -> None:
+    for name in ("COLORTERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    x = dtorch.zeros(8, 400, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+    plain, coloured = shown(x, io.StringIO()), shown(x, Terminal())
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain  # however narrow the terminal is
+    assert coloured.count("\x1b[0m") == coloured.count(start or "\x1b[") == (4 if start else 0)
 
 
 def test_a_mesh_is_shown_too(mesh: DeviceMesh) -> None:

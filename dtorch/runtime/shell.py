@@ -458,6 +458,7 @@ class ControllerThread:
             await link.close("no such worker is expected")
             return
         self._links[worker] = link
+        logger.debug("worker %d of session %d is up: process %d", worker, self._controller.session, hello.pid)
         self._handle(Joined(worker))
         receive, decode = link.receive, codec.decode_from_worker
         while (frame := await receive()) is not None:
@@ -487,6 +488,7 @@ class ControllerThread:
             self.loop.call_later(0.5, self._exited, worker, "its connection closed")
 
     def _exited(self, worker: int, reason: str) -> None:
+        logger.debug("worker %d of session %d has ended: %s", worker, self._controller.session, reason)
         self._handle(Exited(worker, reason))
         if not self._controller.workers and self._all_gone is not None:
             self._all_gone.set()
