@@ -311,3 +311,11 @@ def test_lowest_slots_first() -> None:
     again = pool.lend(3)
     assert [again.pop() for _ in range(3)] == [0, 2, 3]
     assert (pool.size, pool.num_idle) == (4, 0)
+
+
+def test_what_a_call_raises_that_finds_no_slot_has_no_story_of_ours_before_it() -> None:
+    made = Client().recorder
+    made.close(SessionClosedError("it was shut down"))
+    with pytest.raises(SessionClosedError) as caught:
+        made.slot()
+    assert caught.value.__suppress_context__

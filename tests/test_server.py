@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -259,6 +260,43 @@ async def test_a_client_that_goes_away_leaves_its_row_to_the_next(examples: Simp
         assert (await app.metrics())['requests_total{path="/generate",status="499"}'] == 1
 
 
+async def held() -> tuple[int, int]:
+    """Slots that hold tensors, and bytes that the workers hold, once everything is done."""
+    await dtorch.synchronize_async()
+    stats = await dtorch.memory_stats_async(dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    return dtorch.statistics().slots, sum(memory.allocated for memory in stats)
+
+
+async def test_what_was_held_for_a_client_that_goes_away_is_freed(examples: SimpleNamespace, twin: Any) -> None:
+    """The cache belongs to the batch: it stays. All else that a sequence needed goes with it."""
+    async with running(examples, twin, gated=True, num_rows=2) as app:
+        gate = app.batcher.gate
+        gone = [asyncio.Event(), asyncio.Event()]
+
+        async def leave(number: int) -> None:
+            """Begin a sequence, and go away when its first token is there."""
+            response = await app.generate("1 2 3", 100)
+            await anext(aiter(events_of(response)))
+            await gate.arrived.acquire()
+            (stream,) = (stream for stream in app.batcher.rows if stream is not None and not stream.is_closed)
+            close = stream.close
+
+            def tell() -> None:
+                close()
+                gone[number].set()
+
+            stream.close = tell
+            response.close()
+            await gone[number].wait()
+
+        await leave(0)
+        before = await held()
+        gate.release()  # the batch drops the sequence, and waits
+        assert not app.batcher.queue
+        await leave(1)
+        assert await held() == before
+
+
 async def test_a_full_queue_refuses(examples: SimpleNamespace, twin: Any) -> None:
     async with running(examples, twin, gated=True, num_rows=1, max_queued=1) as app:
         first = asyncio.create_task(app.tokens("1 2", 3))
@@ -348,5 +386,34 @@ async def test_health_turns_false_when_a_worker_dies(examples: SimpleNamespace, 
             status, answer, _ = await app.post("/generate", {"prompt": "1"})
             assert (status, answer["error"]["type"]) == (503, "unavailable")
             assert (await app.metrics())["healthy"] == 0
+    finally:
+        dtorch.shutdown()
+
+
+async def test_health_needs_no_request_to_learn_of_a_death(
+    examples: SimpleNamespace, twin: Any, record_property: Callable[[str, object], None]
+) -> None:
+    dtorch.init(recover=False)
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        async with running(examples, twin) as app:
+            await dtorch.synchronize_async()
+            assert await app.get("/health") == (200, {"healthy": True})
+            session = app.server.session
+            lost = session.lost
+
+            def tell(worker: int, reason: str) -> None:
+                lost(worker, reason)
+                loop.call_soon_threadsafe(told.set)
+
+            session.lost = tell
+            began = time.perf_counter()
+            for pid in session.thread.pids.values():
+                os.kill(pid, signal.SIGKILL)
+            await told.wait()
+            status, answer = await app.get("/health")
+            record_property("seconds_until_health_is_false", time.perf_counter() - began)
+            assert (status, answer["healthy"]) == (503, False)
+            assert "SIGKILL" in answer["reason"]
     finally:
         dtorch.shutdown()

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dtorch.runtime.lineage import blob_bytes
 from dtorch.runtime.room import MAX_BATCHES
 from dtorch.runtime.slots import SlotPool
 from dtorch.runtime.spin import quick_switches
@@ -92,10 +93,6 @@ class Outgoing(msgspec.Struct):
     def signatures(self) -> set[int]:
         """Signatures that are called."""
         return {call[0] for call in self.calls}
-
-
-def blob_bytes(blob: Blob | SharedBlob | StreamBlob) -> int:
-    return len(blob.data) if isinstance(blob, Blob) else blob.size_bytes
 
 
 class CaptureError(DTorchError, RuntimeError):
@@ -176,14 +173,19 @@ class Recorder:
         self.spans: Spans | None = None  # while a profile runs
         self.where: Callable[[], str] | None = None  # names the user's line that is being recorded, where a head wants it
         self._began = (0, "")  # then: when (ns), and in which thread, the first slot of this batch was taken
-        self.num_ops = 0
-        self.num_batches = 0
-        self.num_bytes = 0
+        self.num_ops = self.num_batches = self.num_bytes = 0
 
     # ---- the hot path's other half
 
     def grant(self) -> int:
         """A slot for a call about to be put, when none is lent: starts a batch, or sends the full one and starts the next."""
+        try:
+            return self._grant()
+        except BaseException as error:  # the IndexError of whoever found none lent is no part of the story
+            error.__suppress_context__ = True
+            raise
+
+    def _grant(self) -> int:
         with self._lock:
             if self._closed is not None:
                 raise again(self._closed)
