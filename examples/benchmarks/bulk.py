@@ -1,7 +1,7 @@
 """Large values in and out: python examples/benchmarks/bulk.py [--json FILE]
 
-Upload and fetch of 256 MiB between the client and a worker of this host, beside `torch.clone` of the same tensor; and bytes
-a second of the streams that serve other hosts, beside a raw loopback socket.
+Upload and fetch of 256 MiB between the client and a worker of this host, beside `torch.clone` of the same tensor. Other hosts
+are served by streams, see `streams.py`.
 """
 
 from __future__ import annotations
