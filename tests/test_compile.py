@@ -7,15 +7,12 @@ import gc
 import warnings
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.face import faced
-from dtorch.runtime.executor import Executor
-from dtorch.transport.messages import Definition, Layout, MeshInfo, Program
 
 MESH = DeviceMesh("cpu", [0, 1])
 
@@ -406,46 +403,6 @@ def test_recordings_are_counted_and_bounded() -> None:
             compiled(x, n)
     assert dtorch.statistics().recordings == before + 70
     assert "64 programs" in repr(compiled)
-
-
-def test_fused_programs_give_the_same_and_write_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def compiler(traced: Any, **options: Any) -> Any:
-        seen.append(options)
-        if len(seen) > 1:
-            raise RuntimeError("no compiler")
-        return traced
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    whole = Layout(1, (4,), "float32", (-1,))
-    two = [["t", 0], ["t", 1]]
-    table = {"torch.add": torch.add, "torch.Tensor.add_": torch.Tensor.add_, "torch.exp": torch.exp}
-    executor = Executor(
-        1, 0, table.__getitem__, lambda place: torch.device("cpu"), lambda *_: pytest.fail("no group"), pytest.fail
-    )
-    executor.add_mesh(MeshInfo(1, "cpu", (1,), (0,), (0,)))
-    executor.add_definition(Definition(1, "torch.add", "local", two, {}, (whole, whole), (whole,)))
-    executor.add_definition(Definition(2, "torch.Tensor.add_", "local", two, {}, (whole, whole), (whole,), (0,)))
-    executor.add_definition(Definition(3, "torch.exp", "local", [["t", 0]], {}, (whole,), (whole,)))
-    for sig in (4, 5):
-        executor.add_definition(Definition(sig, "dtorch.program", "program", [], {}, (whole,), (whole,)))
-        # registers: 0 given, 1 captured from slot 7, 2 to 4 made
-        body = msgspec.msgpack.encode([[[1, 2, 0, 1], [2, 1, 2], [3, 3, 2], [1, 4, 3, 1]], [[1, [2, 3]]]])
-        executor.add_program(Program(sig, (1,), body, 5, (0,), (4,), ((1, 7),), (), True))
-    executor.run(1, msgspec.msgpack.encode([[], []]), [])
-    store = executor.stores[0]
-    store.extend([None] * 16)
-    x, total = torch.rand(4), torch.rand(4)
-    for sig in (4, 5):  # the second one cannot be fused, and runs as it is
-        store[0], store[7] = x, total.clone()
-        for number in range(2):
-            out = total.clone() if number == 0 else store[7].clone()
-            executor.run(sig * 10 + number, msgspec.msgpack.encode([[[sig, 1, 0]], []]), [])
-            made = x + out
-            torch.testing.assert_close(store[7], out + made)
-            torch.testing.assert_close(store[1], made.exp() + (out + made))
-    assert seen == [{"mode": "default", "dynamic": False}] * 2
 
 
 def test_running_statistics_that_a_replay_updates_are_fetched_anew() -> None:

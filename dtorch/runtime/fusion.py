@@ -1,4 +1,9 @@
-"""Local parts of a program as torch.compile makes them: for programs whose results need to be equal within rounding only."""
+"""Local parts of a program as torch.compile makes them: for programs whose results need to be equal within rounding only.
+
+Where a part cannot be compiled it runs as it is. A part that writes in place is tried on copies first, so that what fails has
+written nothing; if one fails later, its results are poisoned, since running it again might write twice. CUDA graphs (torch's
+mode "reduce-overhead") have not been run: there was no GPU.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,15 @@ class Fused:
     def run(self, executor: Executor, plain: Callable[[int, list[Run]], None]) -> None:
         """Run it on the executor's stores; ``plain`` runs a place's instructions one by one."""
         for index, segment in self.segments.items():
-            if not segment.run(executor.stores[index]):
+            store = executor.stores[index]
+            try:
+                is_done = segment.run(store)
+            except Exception as error:
+                poison = executor.fail(segment.first_call, executor.places[index], error)
+                for slot in (*segment.outs, *segment.written):
+                    store[slot] = poison
+                is_done = True
+            if not is_done:
                 plain(index, self.part.runs[index])
 
 
@@ -48,6 +61,7 @@ class Segment:
         ins: slots that it reads before it writes them.
         outs: slots that it makes and something after it reads.
         dead: slots that it makes or forgets and nobody reads.
+        written: slots of tensors that it writes in place.
     """
 
     def __init__(self, runs: Sequence[Run], needed: set[int]) -> None:
@@ -55,8 +69,11 @@ class Segment:
         made: dict[int, None] = {}
         ins: dict[int, None] = {}
         killed: set[int] = set()
+        written: dict[int, None] = {}
         for run in runs:
             for code in run.code:
+                if run.form == GENERAL:
+                    written.update((code[2][w], None) for w in code[4])
                 outs, given = slots_of(run.form, code)
                 ins.update((slot, None) for slot in given if slot not in made)
                 made.update((slot, None) for slot in outs)
@@ -64,23 +81,35 @@ class Segment:
                     killed.add(code[0])
         self.ins, self.dead = tuple(ins), tuple(killed)
         self.outs = tuple(slot for slot in made if slot in needed and slot not in killed)
+        self.written = tuple(written)
         self.num_calls = sum(len(run.code) for run in runs if run.form != KILL)
+        self.first_call = next((call for run in runs for call in run.calls), 0)
         self._compiled: Callable[..., Any] | None = None
         self._failed = False
 
     def run(self, store: list[Any]) -> bool:
-        """Run it; False where that is not possible, and nothing has been done."""
+        """Run it; False where that is not possible, and nothing has been done.
+
+        Raises:
+            Exception: it failed, and may have written.
+        """
         tensors = [store[slot] for slot in self.ins]
         if self._failed or any(type(t) is Poison for t in tensors) or self.num_calls < MIN_CALLS:
             return False
         try:
             if self._compiled is None:
-                self._compiled = compiled(self.body, tensors)
-            found = self._compiled(*tensors)
+                made = compiled(self.body, tensors)
+                if self.written:
+                    made(*copies(tensors))
+                self._compiled = made
+            if not self.written:
+                found = self._compiled(*tensors)
         except Exception:  # whatever a compiler may come up with: the plain way says what is wrong with the program itself
             logger.warning("a program is not fused here: torch.compile failed", exc_info=True)
             self._failed = True
             return False
+        if self.written:
+            found = self._compiled(*tensors)
         for slot, value in zip(self.outs, found, strict=True):
             store[slot] = value
         for slot in self.dead:
@@ -119,6 +148,20 @@ def slots_of(form: int, code: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[i
     return (code[1],), code[2:3] if form == SCALAR else code[2:]
 
 
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies to be written; those of tensors that share memory share theirs."""
+    whole: dict[int, torch.UntypedStorage] = {}
+    made = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        copy = whole.setdefault(storage.data_ptr(), storage.clone()) if storage.nbytes() else storage  # type: ignore[no-untyped-call]
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        made.append(torch._neg_view(view) if tensor.is_neg() else view)
+    return made
+
+
 def compiled(body: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """``body`` traced for tensors like these and given to torch.compile; with CUDA graphs where they are on a GPU.
 
@@ -126,7 +169,7 @@ def compiled(body: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Calla
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced = kernels.with_all_keys(make_fx(body))(*[t.detach().clone() for t in tensors])
+    traced = kernels.with_all_keys(make_fx(body))(*copies(tensors))
     on_gpu = any(t.is_cuda for t in tensors)
     return kernels.with_all_keys(torch.compile(traced, mode="reduce-overhead" if on_gpu else "default", dynamic=False))
 

@@ -56,16 +56,14 @@ def unread(num_devices: int) -> Work:
 
 
 def moved_again(num_devices: int) -> Work:
-    """Queries, keys and values each gather the same 1 MiB."""
+    """Four readers of the same activations, as the layers after a norm whose weights are whole, each gather them: 4 MiB."""
     mesh = DeviceMesh("cpu", list(range(num_devices)))
-    x = dtorch.Tensor(torch.rand(512, 512), device_mesh=mesh, placements=[Shard(0)])
-    weights = [dtorch.Tensor(torch.rand(512, 8), device_mesh=mesh, placements=[Replicate()]) for _ in range(3)]
+    x = dtorch.Tensor(torch.rand(1024, 1024), device_mesh=mesh, placements=[Shard(0)])
 
     def step(x: Any) -> Any:
-        for _ in range(4):
+        for _ in range(2):
             y = x * 1.0
-            parts = [y.redistribute(placements=[Replicate()]) @ w for w in weights]
-            x = x + parts[0].sum() * 0.0
+            x = x + sum(y.redistribute(placements=[Replicate()])[i].sum() for i in range(4)) * 0.0
         return x
 
     compiled = dtorch.compile(step)
@@ -114,8 +112,15 @@ WORKLOADS: list[tuple[str, Callable[[int], Work], str, int]] = [
 ]
 
 
-def measure(make: Callable[[int], Work], workers: str, num_devices: int, rules: str, num: int) -> tuple[list[float], int]:
-    """Milliseconds a step, and the peak bytes of the first device."""
+def sent_bytes() -> int:
+    """Between workers, so far."""
+    return sum(counters["exchanged_bytes"] for counters in dtorch.statistics().workers.values())
+
+
+def measure(
+    make: Callable[[int], Work], workers: str, num_devices: int, rules: str, num: int
+) -> tuple[list[float], tuple[int, int]]:
+    """Milliseconds a step; the peak bytes of the first device, and bytes that go between workers in a step."""
     os.environ["DTORCH_REWRITE"] = rules
     dtorch.init(workers=workers)
     work = make(num_devices)
@@ -123,19 +128,21 @@ def measure(make: Callable[[int], Work], workers: str, num_devices: int, rules: 
         work()
     dtorch.synchronize()
     times = []
+    before = sent_bytes()
     for _ in range(num):
         start = time.perf_counter()
         kept = work()
         dtorch.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
         del kept
+    sent = (sent_bytes() - before) // num
     mesh = DeviceMesh("cpu", list(range(num_devices)))
     dtorch.memory_stats(mesh, reset_peak=True)
     kept = work()
     dtorch.synchronize()
     peak = dtorch.memory_stats(mesh)[0].peak
     del kept
-    return times, peak
+    return times, (peak, sent)
 
 
 def main() -> None:
@@ -143,18 +150,24 @@ def main() -> None:
     add_json_option(parser)
     parser.add_argument("--rounds", type=int, default=3, help="sessions with and without the rule (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="steps in a session (%(default)s)")
+    parser.add_argument("--only", choices=RULES, action="append", help="may be repeated")
     args = parser.parse_args()
     out = table_output(args.json)
     facts = print_machine(out)
     rows = []
     for rule, make, workers, num_devices in WORKLOADS:
+        if args.only and rule not in args.only:
+            continue
         found = {"with": Samples(), "without": Samples()}
         peaks = {}
         for _ in range(args.rounds):
             for name, rules in (("without", ",".join(r for r in RULES if r != rule)), ("with", "all")):
                 times, peaks[name] = measure(make, workers, num_devices, rules, args.steps)
                 found[name].values += times
-        note = f"peak {peaks['with'] / MIB:.1f} MiB with, {peaks['without'] / MIB:.1f} without"
+        (peak, sent), (peak_without, sent_without) = peaks["with"], peaks["without"]
+        note = f"peak {peak / MIB:.1f} MiB with, {peak_without / MIB:.1f} without"
+        if sent_without:
+            note += f"; sent a step {sent / MIB:.2f} MiB with, {sent_without / MIB:.2f} without"
         row = Row(f"{rule}: {make.__name__}, {num_devices} devices, {workers}", "ms", found["with"].median, note)
         row.others["torch"] = found["without"].median
         row.samples = {"dtorch": found["with"], "torch": found["without"]}
