@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from _cluster import Cluster, cluster
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.cli import main
+from dtorch.cluster.metrics import metrics
 from dtorch.session import Session, using
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
@@ -213,3 +215,38 @@ def test_a_drained_worker_leaves_once_all_sessions_have_moved(home: Cluster, cap
     out = capsys.readouterr().out
     assert "worker-2 leaves once these sessions have moved: 1, 2" in out
     assert "worker-3 leaves once these sessions have ended: 1, 2; there is nowhere else for them" in out
+
+
+def test_what_is_not_remembered_is_lost_by_name_and_the_session_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, remember_bytes=8 << 20) as home:
+        for _ in range(4):
+            home.process()
+        session = home.session(home.key("ann"))
+        with using(session):
+            large = dtorch.Tensor(torch.ones(3, 1 << 20), device_mesh=MESH, placements=[Shard(1)])
+            data = torch.randn(1 << 10, 1 << 10)
+            x = dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])
+            lost = large + 1
+            dtorch.synchronize()
+            home.process_of(session, 1).kill()
+            with pytest.raises(dtorch.WorkerLostError, match=r"float32\[3, 1048576\] on \[Shard\(1\)\]") as caught:
+                lost.to_torch()
+            assert len(caught.value.tensors) == 2
+            assert torch.equal((x + 1).to_torch(), data + 1)
+            dtorch.synchronize()
+            del large, lost
+
+            coming = torch.randn(1 << 10, 1 << 10)
+            y = dtorch.Tensor(coming, device_mesh=MESH, placements=[Shard(0)])
+            home.process_of(session, 0).kill()  # while it is sent, or before, or after
+            assert torch.equal((y + 1).to_torch(), coming + 1)
+            assert torch.equal((x + y).to_torch(), data + coming)
+
+            home.process_of(session, 0).send_signal(signal.SIGSTOP)
+            assert torch.equal((x - y).to_torch(), data - coming)
+            assert dtorch.statistics().lost_workers == 3
+        session.close()
+        repeated = home.do(lambda: home.head.meter.ledger.tenants["ann"].repeated_ops)
+        told = home.do(lambda: metrics(home.head)).decode()
+        assert f"dtorch_recomputed_ops_total {repeated:.1f}" in told
+        assert "dtorch_failure_detection_seconds_count 3.0" in told
