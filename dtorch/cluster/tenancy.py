@@ -82,6 +82,8 @@ CLIENT_LIMIT_BYTES = 64 * 1024 * 1024
 """Above this, and what its workers may send unasked, the client does not read, and is cut off."""
 MAX_RUNNING = 1024
 """Batches that a client may have unfinished; one that keeps to the rules has 64."""
+MAX_CALLS = 1 << 16
+"""In a batch, or in a program; a client that keeps to the rules sends a thousand calls at once."""
 MAX_DEFINITIONS = 1 << 18
 MAX_DEFINITION_BYTES = 256 * 1024 * 1024
 MAX_MESHES = 1 << 14
@@ -237,6 +239,8 @@ class Tenancy:
                 len(set(mesh.devices)) != len(mesh.devices)
             ):
                 raise ProtocolError(f"mesh {mesh.mesh} of shape {mesh.shape} does not fit its devices")
+        for program in message.programs:
+            _checked(program.body)
         self._handle(Defined(message.meshes, message.definitions, message.programs))
 
     def _left(self) -> None:
@@ -284,7 +288,8 @@ class Tenancy:
             raise ProtocolError(f"batch {asked.seq} is running already, or {MAX_RUNNING} others are")
         if any(isinstance(fetch.into, SharedBlob) for fetch in asked.fetches):
             raise ProtocolError("shared memory does not reach another host")
-        refused = self.account.submit(self.number, asked.seq, num_calls(asked.body))
+        calls = _checked(asked.body)
+        refused = self.account.submit(self.number, asked.seq, calls)
         self._running[asked.seq] = size_bytes
         streams = self._uploads.take(asked.uploads)
         batch = Batch(
@@ -564,3 +569,11 @@ class Tenancy:
         self._home.pool.release(self.number)
         self.account.close(self.number)
         self._home.ended(self)
+
+
+def _checked(body: bytes) -> int:
+    """How many calls are in a body. Raises ProtocolError: more than anybody sends at once."""
+    found = num_calls(body)
+    if found > MAX_CALLS:
+        raise ProtocolError(f"{found} calls in one batch or program; {MAX_CALLS} are the most")
+    return found

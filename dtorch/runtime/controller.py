@@ -130,10 +130,10 @@ class Controller:
         recover: Bounds | None = None,
     ) -> None:
         self.session = session
+        self._place = place
         self._recovery = None if recover is None else Recovery(self, recover)
         self._shared_worker = 0
         self._shared_kinds = shared_kinds
-        self._place = place
         self._locals: dict[tuple[str, int], int] = {}  # a device's number on its worker, where ``place`` says so
         self._workers: dict[int, _Worker] = {}
         self.hosts: dict[Place, int] = {}

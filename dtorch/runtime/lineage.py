@@ -10,7 +10,7 @@ The walk over single calls, which a loss needs, is in ``slices.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,10 @@ from dtorch.runtime import kernels
 from dtorch.runtime.plan import decode_body
 from dtorch.runtime.seeds import Seeds
 from dtorch.transport.codec import Frame
+from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import Blob, Definition, Layout, Program, Seed, SharedBlob, StreamBlob
+
+MAX_SLOTS = 1 << 24
 
 AnyBlob = Blob | SharedBlob | StreamBlob
 
@@ -302,15 +305,25 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def mask_of(numbers: Any) -> int:
-    mask = 0
+def mask_of(numbers: Iterable[int]) -> int:
+    """The mask of slots. Raises ProtocolError: one is beyond the last that there is."""
+    found = bytearray()
     for number in numbers:
-        mask |= 1 << number
-    return mask
+        at = number >> 3
+        if at >= len(found):
+            if number >= MAX_SLOTS:
+                raise ProtocolError(f"slot {number} is beyond the last one, {MAX_SLOTS - 1}")
+            found.extend(bytes(at + 1 - len(found)))
+        found[at] |= 1 << (number & 7)
+    return int.from_bytes(found, "little")
 
 
 class Lineage:
     """The batches of one session, from the oldest that is remembered to the newest.
+
+    Args:
+        shared: others wait while this one works, and whoever sends the batches is a stranger: bodies are summed up, and so
+            checked, one by one as they come by.
 
     Attributes:
         front: what was alive before the oldest record; nobody knows any more how that was made.
@@ -319,8 +332,9 @@ class Lineage:
         records: in program order.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, shared: bool = False) -> None:
         self.bounds = bounds
+        self._shared = shared
         self.front = Alive()
         self.records: list[Record] = []
         self.definitions: dict[int, Definition] = {}
@@ -333,7 +347,8 @@ class Lineage:
         self.num_calls = 0
         self.size_bytes = 0
         self.upload_bytes = 0
-        self._prune_at = min(FIRST_PRUNE_CALLS, bounds.calls)
+        self._least = FIRST_PRUNE_CALLS // 8 if shared else FIRST_PRUNE_CALLS
+        self._prune_at = min(self._least, bounds.calls)
         self._prune_records_at = 1024
         self._prune_uploads_at = bounds.upload_bytes // 4
 
@@ -363,7 +378,10 @@ class Lineage:
         """
         entry = self._entries.get(body)
         if entry is None:
-            entry = self._entries[body] = Entry(body, count_calls(body))
+            entry = Entry(body, count_calls(body))
+            if self._shared:
+                self.summary(entry)
+            self._entries[body] = entry
             self.size_bytes += len(body)
         entry.num_uses += 1
         record = Record(seq, entry, uploads, keep, streams)
@@ -431,7 +449,7 @@ class Lineage:
         calls, frees = decode_body(body)
         root: dict[int, int] = {}
         made: dict[int, tuple[Layout, str]] = {}
-        reads = 0
+        reads: set[int] = set()
         written: set[int] = set()
         random = False
         fresh = 0
@@ -444,7 +462,7 @@ class Lineage:
                 known = root.get(slot)
                 if known is None:
                     known = slot
-                    reads |= 1 << slot
+                    reads.add(slot)
                 roots.append(known)
             for w in facts.writes:
                 if roots[w] >= 0:
@@ -457,7 +475,7 @@ class Lineage:
                 made[slot] = facts.outs[k], facts.op
         dead = mask_of(slot for _, slots in frees for slot in slots)
         final = {slot: (root[slot], *made[slot]) for slot in root if not dead >> slot & 1}
-        return Summary(len(calls), final, mask_of(root), reads, tuple(sorted(written)), dead, random)
+        return Summary(len(calls), final, mask_of(root), mask_of(reads), tuple(sorted(written)), dead, random)
 
     def draws_are_known(self, alive: set[int]) -> bool:
         """Whether seeds tell everything that was drawn in what is remembered, and what the streams in ``alive`` give next."""
@@ -512,7 +530,7 @@ class Lineage:
         kept.reverse()
         self.records = kept
         self._shorten(finished)
-        self._prune_at = min(max(FIRST_PRUNE_CALLS, 2 * self.num_calls), self.bounds.calls)
+        self._prune_at = min(max(self._least, 2 * self.num_calls), self.bounds.calls)
         self._prune_records_at = max(1024, 2 * len(self.records))
         self._prune_uploads_at = max(self.bounds.upload_bytes // 4, 2 * self.upload_bytes)
 

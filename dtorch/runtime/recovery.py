@@ -79,7 +79,7 @@ class Recovery:
 
     def __init__(self, controller: Controller, bounds: Bounds) -> None:
         self._controller = controller
-        self.lineage = Lineage(bounds)
+        self.lineage = Lineage(bounds, shared=controller.is_placed)
         self.epoch = 0
         self.active = False
         self.held_back: list[Event] = []
