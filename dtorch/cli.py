@@ -176,7 +176,7 @@ def _self_test(workers: str) -> bool:
 
     started = time.perf_counter()
     try:
-        dtorch.init(workers=workers)
+        dtorch.init(workers=workers, recover=False)
         mesh = dtorch.DeviceMesh("cpu", [0, 1])
         full = torch.arange(12.0).reshape(4, 3)
         x = dtorch.Tensor(full, device_mesh=mesh, placements=[dtorch.Shard(0)])

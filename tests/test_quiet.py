@@ -167,7 +167,7 @@ BROKEN = """
 import sys
 from dtorch.transport import groups
 from dtorch.cli import main
-def make_group(*_):
+def make_group(*_, **__):
     raise OSError("no route to the other worker")
 groups.make_group = make_group
 sys.exit(main(["doctor"]))
