@@ -130,7 +130,7 @@ class Module(torch.nn.Module):
             or "redistribute_input" in members
         ):
             return self._call_placed(*args, **kwargs)
-        return self.forward(*args, **kwargs)
+        return self.forward(*args, **kwargs) if kwargs else self.forward(*args)
 
     def _call_placed(self, *args: Any, **kwargs: Any) -> Any:
         if not watchers:

@@ -160,6 +160,7 @@ class Op:
             if done is not None:
                 return done[0]
         sig.has_ints = any(type(number) is int for number in nums)
+        sig.is_plain = sig.shape == ONE and not sig.has_ints
         made = self.emit(sig, (*ins, *nums), source(frame), args)
         if sig.mutates:
             tensors = tensors_of((args, kwargs))
@@ -205,16 +206,17 @@ class Op:
             if LIVE:
                 wrote(target)
             return target
-        outs = []
+        outs, slots = [], []
         for spec in sig.specs:
             out = _new(Tensor)
             out._spec = spec
             try:
-                out._slot = sig.take()
+                out._slot = slot = sig.take()
             except IndexError:
-                out._slot = recorder.grant()
+                out._slot = slot = recorder.grant()
             outs.append(out)
-        sig.put(((sig.id, *[out._slot for out in outs], *ins), *at))
+            slots.append(slot)
+        sig.put(((sig.id, *slots, *ins), *at))
         if recorder.is_sync:
             recorder.after_put()
         return sig.finish(outs)

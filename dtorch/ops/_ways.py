@@ -17,7 +17,7 @@ import torch
 
 from dtorch.frames import INSIDE, source
 from dtorch.policy import auto_redistribute
-from dtorch.runtime.recorder import ONE, Signature
+from dtorch.runtime.recorder import Signature
 from dtorch.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Ways:
             if sig is None:
                 __tracebackhide__ = True
                 return slowly(args, kwargs, frame, cache, key)
-            if sig.shape != ONE or sig.has_ints:
+            if not sig.is_plain:
                 return op.emit(sig, ins, source(frame), args)
             try:
                 slot = sig.take()
@@ -143,7 +143,7 @@ def put(op: Op, sig: Signature, ins: tuple[Any, ...], args: tuple[Any, ...], fra
     Args:
         ins: slots of the inputs, then the numbers.
     """
-    if sig.shape != ONE or sig.has_ints:
+    if not sig.is_plain:
         return op.emit(sig, ins, source(frame), args)
     try:
         slot = sig.take()

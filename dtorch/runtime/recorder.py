@@ -44,7 +44,10 @@ UPLOADS_BYTES = 32 * 1024 * 1024
 class Signature:
     """What a recorded call needs to know about its (op, static arguments, input specs)."""
 
-    __slots__ = ("finish", "has_ints", "id", "itself", "links", "mutates", "put", "recorder", "shape", "spec", "specs", "take")
+    __slots__ = (
+        "finish", "has_ints", "id", "is_plain", "itself", "links", "mutates", "put", "recorder", "shape", "spec", "specs",
+        "take",
+    )  # fmt: skip
 
     id: int
     recorder: Recorder
@@ -55,6 +58,7 @@ class Signature:
     specs: tuple[Any, ...]  # of all outputs
     finish: Any  # MANY: makes the user's tuple of the outputs
     has_ints: bool  # whether calls carry numbers that may be too large for a message
+    is_plain: bool  # ONE, without such numbers: what quick paths do by themselves
     links: tuple[int | None, ...] | None  # inputs that the outputs stand for views of, see ops/_alias.py; mostly None
     mutates: tuple[int, ...]  # inputs that are written beside making results (running statistics); mostly ()
     itself: int | None  # the one of these that is the result
@@ -62,7 +66,7 @@ class Signature:
     def __init__(self) -> None:
         self.links = self.itself = None
         self.mutates = ()
-        self.has_ints = False
+        self.has_ints = self.is_plain = False
 
 
 ONE, MANY, IN_PLACE = 0, 1, 2
