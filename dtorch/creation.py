@@ -14,7 +14,7 @@ from dtorch.ops._out import written
 from dtorch.ops.table import allow
 from dtorch.placement import Placement, Replicate, normalize
 from dtorch.runtime.layout import coords, is_shard, local_shape
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.runtime.template import LocalShape, NumberRef
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor

@@ -31,7 +31,7 @@ from dtorch.ops._ways import LEADING, Way, find_way, put
 from dtorch.ops.index import sliced
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.session import current_session
 from dtorch.tensor import TORCH, Tensor, device_of, missing
 from dtorch.together import are_apart, brought_together

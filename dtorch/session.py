@@ -26,8 +26,9 @@ from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Sent, 
 from dtorch.runtime.layout import pieces, slices
 from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.promise import Promise
-from dtorch.runtime.recorder import ONE, Recorder, Signature, again
+from dtorch.runtime.recorder import Recorder, again
 from dtorch.runtime.shell import ControllerThread
+from dtorch.runtime.signature import ONE, Signature
 from dtorch.runtime.tracing import Spans
 from dtorch.seeding import RandomStreams
 from dtorch.spec import OWN, STALE, Spec, contiguous_stride

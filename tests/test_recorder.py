@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dtorch.runtime.plan import decode_body
-from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, ONE, Outgoing, Recorder, Signature, locate
+from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, Outgoing, Recorder, locate
+from dtorch.runtime.signature import ONE, Signature
 from dtorch.runtime.slots import SlotPool
 from dtorch.transport.errors import SessionClosedError, WorkerLostError
 from dtorch.transport.messages import Blob, Definition, Fetch, Layout, MeshInfo

@@ -15,7 +15,7 @@ from dtorch.frames import users
 from dtorch.nn.module import FORWARD
 from dtorch.ops._ways import put
 from dtorch.ops.table import OPS
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.tensor import Tensor
 
 _linear_op, _rms_norm_op, _layer_norm_op, _embedding_op = (

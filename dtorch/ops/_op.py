@@ -26,7 +26,7 @@ from dtorch.ops._meta import outcome
 from dtorch.ops._nothing import nothing
 from dtorch.ops._refusal import placement_error
 from dtorch.placement import from_code
-from dtorch.runtime.recorder import IN_PLACE, MANY, ONE, Signature
+from dtorch.runtime.signature import IN_PLACE, MANY, ONE, Signature
 from dtorch.runtime.template import LocalShape, NumberRef, TensorRef, freeze
 from dtorch.spec import LINKED, Spec
 from dtorch.transport.errors import MeshError

@@ -17,7 +17,7 @@ import torch
 
 from dtorch.frames import INSIDE, source
 from dtorch.policy import auto_redistribute
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.tensor import Tensor
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dtorch.ops._rules import pointwise, replicate_only
 from dtorch.ops.table import OPS
 from dtorch.placement import Placement
 from dtorch.runtime.controller import Sent
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.tensor import TORCH
 from dtorch.transport.messages import Allow
 

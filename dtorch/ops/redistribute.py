@@ -9,7 +9,7 @@ from types import FrameType
 from dtorch.frames import source
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Placement, Replicate, normalize
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.spec import STALE, Spec, contiguous_stride
 from dtorch.tensor import Tensor
 from dtorch.transport.errors import PlacementError

@@ -17,7 +17,7 @@ from dtorch.modules.auto_plan import make_plan
 from dtorch.modules.plans import near
 from dtorch.modules.plans import placements as split_of
 from dtorch.placement import Placement, Replicate, normalize
-from dtorch.runtime.recorder import Signature
+from dtorch.runtime.signature import Signature
 from dtorch.runtime.template import dtype_of
 from dtorch.session import Session, current_session
 from dtorch.spec import Spec, contiguous_stride

@@ -24,8 +24,8 @@ from dtorch.mesh import DeviceMesh
 from dtorch.placement import Replicate, Shard
 from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels.file import write_box
-from dtorch.runtime.recorder import Signature
 from dtorch.runtime.safetensors import NAMES, Entry, build_header
+from dtorch.runtime.signature import Signature
 from dtorch.runtime.template import dtype_name
 from dtorch.session import Session, current_session
 from dtorch.spec import STALE, Spec
