@@ -1,4 +1,4 @@
-"""``python -m dtorch``: see :mod:`dtorch.cli`."""
+"""``python -m dtorch``: see ``dtorch.cli``."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class _Unsettled:
 
 
 class Compiled:
-    """A function (or module) whose calls replay. Made by :func:`compile`.
+    """A function (or module) whose calls replay. Made by ``compile``.
 
     Attributes:
         num_recordings: how often it was recorded, that is, met inputs of a new kind.

@@ -47,7 +47,7 @@ def synchronize() -> None:
 
 
 async def synchronize_async() -> None:
-    """As :func:`synchronize`, without blocking the event loop."""
+    """As ``synchronize``, without blocking the event loop."""
     await current_session().synchronize()
 
 
@@ -78,7 +78,7 @@ def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = Fa
 
 
 async def memory_stats_async(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> list[MemoryStats]:
-    """As :func:`memory_stats`, without blocking the event loop."""
+    """As ``memory_stats``, without blocking the event loop."""
     return _memory(device_mesh, await _asked(device_mesh, reset_peak))
 
 
@@ -146,7 +146,7 @@ def statistics() -> Statistics:
 
 
 async def statistics_async() -> Statistics:
-    """As :func:`statistics`, without blocking the event loop."""
+    """As ``statistics``, without blocking the event loop."""
     session = current_session()
     return _counted(session, await session.ask_statistics())
 

@@ -16,7 +16,7 @@ __tracebackhide__ = True  # pytest shows the caller's frames, not these; IPython
 class TensorFuture:
     """A tensor whose value comes later.
 
-    ``dtorch.Tensor`` is one; so is the result of :meth:`dtorch.Tensor.to_torch_async`. Waiting never changes the value,
+    ``dtorch.Tensor`` is one; so is the result of ``dtorch.Tensor.to_torch_async``. Waiting never changes the value,
     and giving up a wait (timeout, cancellation) drops the waiter and nothing else.
     """
 
@@ -40,12 +40,12 @@ class TensorFuture:
         return self._promise(now=False).__await__()
 
     def to_torch(self) -> torch.Tensor:
-        """The full value as a plain torch.Tensor; blocks until it is there. Raises as :meth:`value`."""
+        """The full value as a plain torch.Tensor; blocks until it is there. Raises as ``value``."""
         __tracebackhide__ = True
         return self._wait().result()
 
     def get(self, timeout_s: float | None = None) -> torch.Tensor:
-        """As :meth:`to_torch`, waiting at most ``timeout_s`` seconds (TimeoutError)."""
+        """As ``to_torch``, waiting at most ``timeout_s`` seconds (TimeoutError)."""
         __tracebackhide__ = True
         return self._wait().result(timeout_s)
 

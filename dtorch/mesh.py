@@ -178,7 +178,7 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The sub-mesh with the named axes, in the order given, at coordinate 0 of all others.
 
-        A name made by :meth:`merge`, on this mesh or on one sliced from it, stands for the axes it merged.
+        A name made by ``merge``, on this mesh or on one sliced from it, stands for the axes it merged.
         """
         wanted = names if isinstance(names, tuple) else (names,)
         if not wanted or not all(isinstance(name, str) for name in wanted):

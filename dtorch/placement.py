@@ -16,7 +16,7 @@ from .transport.errors import PlacementError
 
 
 class Placement:
-    """Base of :class:`Shard`, :class:`Replicate` and :class:`Partial`; never made itself."""
+    """Base of ``Shard``, ``Replicate`` and ``Partial``; never made itself."""
 
     __slots__ = ()
 
@@ -173,7 +173,7 @@ def from_code(code: int) -> Placement:
 
 
 class HasAxes(Protocol):
-    """What :func:`normalize` wants of a mesh."""
+    """What ``normalize`` wants of a mesh."""
 
     @property
     def ndim(self) -> int: ...

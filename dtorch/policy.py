@@ -12,7 +12,7 @@ _auto: ContextVar[bool] = ContextVar("dtorch_auto_redistribute", default=False)
 @contextmanager
 def auto_redistribute(enabled: bool = True) -> Iterator[None]:
     """Inside, ops whose inputs have no legal placements redistribute them at the least cost instead of raising
-    :class:`PlacementError`. Belongs to the running task: concurrent tasks do not see it.
+    ``PlacementError``. Belongs to the running task: concurrent tasks do not see it.
 
     Args:
         enabled: False switches an outer policy off again.

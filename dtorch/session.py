@@ -62,7 +62,7 @@ _new = object.__new__
 
 
 class Session:
-    """State of one client. Made by :func:`current_session` and ``dtorch.init``."""
+    """State of one client. Made by ``current_session`` and ``dtorch.init``."""
 
     _numbers = itertools.count(1)
 
@@ -432,11 +432,11 @@ class Session:
             raise again(ended)
 
     def migrate(self, source: Any, target: Any = None) -> Move:
-        """See :meth:`Elastic.migrate`; blocks until it is done."""
+        """See ``Elastic.migrate``; blocks until it is done."""
         return self.elastic.migrate(source, target).result()
 
     def drain(self, worker: int) -> Move:
-        """See :meth:`Elastic.drain`; blocks until it is done."""
+        """See ``Elastic.drain``; blocks until it is done."""
         return self.elastic.drain(worker).result()
 
     @property

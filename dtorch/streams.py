@@ -13,7 +13,7 @@ from dtorch.runtime.promise import Promise
 
 
 class Completed(AsyncIterator[FetchFuture], Iterator[FetchFuture]):
-    """An iterator over futures, each given out once it is ready. Made by :func:`as_completed`.
+    """An iterator over futures, each given out once it is ready. Made by ``as_completed``.
 
     Promises settle in the controller's thread, which appends to ``_ready`` and then settles ``_waiter``; the consumer
     sets ``_waiter`` and then looks at ``_ready`` again. So whichever comes second sees the other.

@@ -325,7 +325,7 @@ class Tensor(TensorFuture):
         return promise.result()
 
     async def to_shards_async(self) -> list[torch.Tensor]:
-        """As :meth:`to_shards`, without blocking the loop."""
+        """As ``to_shards``, without blocking the loop."""
         return await self._spec.session.fetch_shards(self)
 
     def item(self) -> Any:

@@ -142,7 +142,7 @@ async def compare_async(
     atol: float | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """As :func:`compare`, awaiting the values: for notebooks and other code on an event loop."""
+    """As ``compare``, awaiting the values: for notebooks and other code on an event loop."""
     pairs, unmatched = _outputs_of_both(module, reference, inputs, seed)
     found = [_compared(pair, [await v.value() for v in pair.own], rtol, atol) for pair in pairs]
     return Comparison(tuple(found), unmatched)

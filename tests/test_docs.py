@@ -59,6 +59,12 @@ def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeyp
         loop.close()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "dtorch").rglob("*.py")), ids=lambda path: path.stem)
+def test_docstrings_are_markdown(path: Path) -> None:
+    """As the site shows them: a role of another markup would be shown as it is written."""
+    assert not re.search(r":(?:class|func|meth|mod|attr|exc):`", path.read_text("utf-8"))
+
+
 def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in config]

@@ -47,7 +47,7 @@ def cluster_options(
     name: str = "",
     sync: bool | None = None,
 ) -> Options:
-    """Options of a session that uses a head's workers; arguments as for :func:`connect`."""
+    """Options of a session that uses a head's workers; arguments as for ``connect``."""
     from dtorch.cluster.remote import Target
     from dtorch.transport.dial import trust
 

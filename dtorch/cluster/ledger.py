@@ -215,7 +215,7 @@ class Ledger:
         return [Line(now, entry.tenant, entry.session, used, entry.name, entry.opened, entry.closed or 0.0)]
 
     def restore(self, lines: Iterable[Line]) -> None:
-        """Add what tenants had used before, as :meth:`lines` told it then."""
+        """Add what tenants had used before, as ``lines`` told it then."""
         for line in lines:
             known = line.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
             self.tenants.setdefault(line.tenant if known else OTHERS, Totals()).add(line.used)

@@ -78,7 +78,7 @@ class Offer:
     Attributes:
         head: URL of the head.
         key: an API key of the role "worker".
-        devices: as of :func:`parse_devices`.
+        devices: as of ``parse_devices``.
         name: for people; the head gives one when it is empty.
         labels: facts such as ``{"rack": "a"}``, for people and for placing.
         address: of this host for other workers; the one that the connection to the head has, when left out.

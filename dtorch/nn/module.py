@@ -67,7 +67,7 @@ def skip_init() -> Iterator[None]:
 
 
 def is_init_skipped() -> bool:
-    """Whether a :func:`skip_init` block is open here."""
+    """Whether a ``skip_init`` block is open here."""
     return _skipping.get()
 
 

@@ -52,7 +52,7 @@ class MixtureOfExperts(Module):
         Args:
             top_k: experts that each token visits.
             normalize: scale the scores of the chosen experts so that they add up to 1.
-            activation: as :func:`mixture_of_experts` names them.
+            activation: as ``mixture_of_experts`` names them.
             device_mesh: mesh of the parameters; the mesh in force, or one CPU device, by default.
 
         Raises:

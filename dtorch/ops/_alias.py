@@ -235,7 +235,7 @@ def cut_loose(tensor: Tensor) -> None:
 
 
 def refresh_all(tensors: Sequence[Tensor]) -> bool:
-    """As :func:`refresh`, for all; whether any was stale."""
+    """As ``refresh``, for all; whether any was stale."""
     stale = [t for t in tensors if t._spec.link == STALE]
     for tensor in stale:
         refresh(tensor)

@@ -105,7 +105,7 @@ def announce(session: Any) -> None:
 
 
 def allow(names: Iterable[str]) -> None:
-    """A worker's side of :func:`announce`."""
+    """A worker's side of ``announce``."""
     _allowed.update(names)
     _load.cache_clear()
 

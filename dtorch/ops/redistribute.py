@@ -25,7 +25,7 @@ def redistribute(
     placements: Sequence[Placement] | DeviceMesh | None = None,
     device_mesh: DeviceMesh | Sequence[Placement] | None = None,
 ) -> Tensor:
-    """See :meth:`dtorch.Tensor.redistribute`."""
+    """See ``dtorch.Tensor.redistribute``."""
     if isinstance(placements, DeviceMesh):  # torch's order: mesh first
         placements, device_mesh = (device_mesh if not isinstance(device_mesh, DeviceMesh) else None), placements
     spec = tensor._spec
@@ -94,7 +94,7 @@ def clear_cache() -> None:
 def redistribute_by_dict(
     tensor: Tensor, device_mesh: DeviceMesh | None, placements_dict: dict[str, Placement], mode: str
 ) -> Tensor:
-    """See :meth:`dtorch.Tensor.redistribute_by_dict`."""
+    """See ``dtorch.Tensor.redistribute_by_dict``."""
     if mode not in ("keep", "replicate", "raise_error"):
         raise ValueError(f"default_placement_mode must be 'keep', 'replicate' or 'raise_error', not {mode!r}")
     mesh = tensor.device_mesh if device_mesh is None else device_mesh

@@ -63,12 +63,12 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Workers on this machine, forked from one preloaded process (see :mod:`dtorch.runtime.forkserver`).
+    """Workers on this machine, forked from one preloaded process (see ``dtorch.runtime.forkserver``).
 
     The client may end in any way: the fork server sees it, kills the workers and removes ``folder``.
 
     Args:
-        folder: the session's private folder, from :func:`private_folder`. The launcher owns it, and it is removed at
+        folder: the session's private folder, from ``private_folder``. The launcher owns it, and it is removed at
             the end with all that is in it.
         entry: ``"module:function"``, imported once in the fork server; each worker calls it with its ``args``. The
             import must start no thread and must not initialise CUDA.
@@ -119,7 +119,7 @@ class LocalLauncher:
         """Start the fork server and return while it still imports. Any thread may call this.
 
         Raises:
-            ValueError: ``folder`` is not one of :func:`private_folder`.
+            ValueError: ``folder`` is not one of ``private_folder``.
             RuntimeError: called twice, or there is no Python to start.
             OSError: the process could not be started.
         """
@@ -172,7 +172,7 @@ class LocalLauncher:
                 self._pidfd = os.pidfd_open(self._process.pid)
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_exit: OnExit, on_failure: OnFailure | None = None) -> None:
-        """Report through ``loop``, from now until ``close``. See :meth:`Launcher.attach`."""
+        """Report through ``loop``, from now until ``close``. See ``Launcher.attach``."""
         lifeline = self._usable()
         if self._loop is not None:
             raise RuntimeError("a launcher is attached once")

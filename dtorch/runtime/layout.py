@@ -102,7 +102,7 @@ def box(shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, .
 def local_shape(
     shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...], coord: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Shape of the piece that the device at ``coord`` holds; arguments as for :func:`box`."""
+    """Shape of the piece that the device at ``coord`` holds; arguments as for ``box``."""
     return tuple(stop - start for start, stop in box(shape, codes, mesh_shape, coord))
 
 
@@ -127,7 +127,7 @@ def coords(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def rank_of(coord: Iterable[int], mesh_shape: Iterable[int]) -> int:
-    """Position of ``coord`` in :func:`coords`."""
+    """Position of ``coord`` in ``coords``."""
     rank = 0
     for at, num in zip(coord, mesh_shape, strict=True):
         rank = rank * num + at

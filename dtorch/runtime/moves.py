@@ -4,7 +4,7 @@ Any two layouts are allowed: on one mesh, on meshes that overlap, on disjoint me
 In general
 
 1. source axes with pending reductions are reduced (``Steps.reduce_axes``), which leaves the layout ``Steps.middle``;
-2. boxes move from ``middle`` to ``Steps.target`` (:func:`plan_boxes`);
+2. boxes move from ``middle`` to ``Steps.target`` (``plan_boxes``);
 3. destination axes that are to hold pending reductions are filled (``Steps.fill_axes``).
 
 Planning is pure: every device that plans the same redistribution gets the same plan, so nothing has to be negotiated.
@@ -262,7 +262,7 @@ def plan_boxes(src: Placed, dst: Placed) -> Moves:
 def plan_reads(src: Placed, wanted: tuple[Box, ...]) -> Moves:
     """Plan the transfers after which each device of the mesh holds a box of its own choice; boxes may overlap (halos).
 
-    A device keeps what it has and receives the rest, as in :func:`plan_boxes`. Boxes move only between devices that share
+    A device keeps what it has and receives the rest, as in ``plan_boxes``. Boxes move only between devices that share
     the coordinates on partial axes.
 
     Args:

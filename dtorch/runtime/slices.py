@@ -1,7 +1,7 @@
 """What must run again, call by call, so that a session goes on after devices have lost what they held. Pure.
 
 Every surviving worker has stopped at some call of the program (its *position*) and tells what it holds. From that and the
-lineage, :func:`rescue` works backwards from the end of what was submitted, as a program slice does: a piece of a tensor
+lineage, ``rescue`` works backwards from the end of what was submitted, as a program slice does: a piece of a tensor
 that is alive there, or that a value under way needs, is
 
 * left where it is, when its device holds this version of it;
@@ -135,7 +135,7 @@ class Final:
 
 @dataclass
 class Rescue:
-    """All that :func:`rescue` found.
+    """All that ``rescue`` found.
 
     Attributes:
         lost: (layout, op that made it) of tensors of which some device has no piece any more.

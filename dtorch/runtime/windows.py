@@ -136,7 +136,7 @@ def plain(looked: Looked) -> list[Any]:
 
 
 def looked_of(data: Sequence[Any]) -> Looked:
-    """The reverse of :func:`plain`."""
+    """The reverse of ``plain``."""
     dim, out, unit, kind, *rest = data
     return Looked(dim, out, _KINDS[kind](*rest), unit)
 

@@ -49,7 +49,7 @@ async def dial(
     """A websocket to ``path`` at ``address``, and the answer to the frame ``first``.
 
     Args:
-        address: as of :func:`split_address`.
+        address: as of ``split_address``.
         token: sent as a bearer token.
         tls: whom to trust, for a "tls" address; the system's authorities by default.
         past_aiohttp: the link will carry much, see ``wire.py``.

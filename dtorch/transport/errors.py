@@ -86,7 +86,7 @@ class OpError(DTorchError, RuntimeError):
     """An op failed on a worker, or a value depends on one that did.
 
     When torch raised ``T`` on the worker, the exception that users see is an instance of both ``OpError`` and ``T``
-    (see :func:`op_error`), so ``except IndexError`` and ``except torch.OutOfMemoryError`` work as on one device.
+    (see ``op_error``), so ``except IndexError`` and ``except torch.OutOfMemoryError`` work as on one device.
 
     Attributes:
         op: public name of the op.
@@ -168,10 +168,10 @@ class NonFiniteError(DTorchError, FloatingPointError):
 
 
 def op_error(facts: tuple[Any, ...]) -> OpError:
-    """Build an :class:`OpError` that is also the builtin or torch exception named by its ``kind``.
+    """Build an ``OpError`` that is also the builtin or torch exception named by its ``kind``.
 
     Args:
-        facts: the positional arguments of :class:`OpError`.
+        facts: the positional arguments of ``OpError``.
     """
     kind = str(facts[2])
     if kind == "RuntimeError" and any(words in str(facts[1]) for words in _OUT_OF_MEMORY):

@@ -37,7 +37,7 @@ class UnderWay(Protocol):
     """An exchange that has begun. Its tensors must not be written before it is over."""
 
     def wait(self) -> tuple[dict[int, list[torch.Tensor]], bool]:
-        """The outcome, as of :meth:`Group.exchange`. Called once."""
+        """The outcome, as of ``Group.exchange``. Called once."""
         ...
 
 
