@@ -170,7 +170,12 @@ def test_devices_move_in_the_background_with_live_bytes_only(home: Cluster) -> N
                 session.migrate(["cpu:0", "cpu:1"])
 
         assert same(decode(move), undisturbed)
+        leaving = home.process_of(session, 0)
+        leaving.terminate()  # as an engine ends a worker
+        assert leaving.wait() == 0
+        assert torch.equal(x.to_torch(), expected)
         assert dtorch.statistics().recomputed_ops == 0
+        assert not session.elastic.losses
     with using(other):
         assert theirs.sum().item() == 15.0
         assert not other.elastic.losses

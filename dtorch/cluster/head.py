@@ -422,7 +422,7 @@ class Head:
 
     async def _serve_worker(self, end: WorkerEnd) -> None:
         try:
-            await end.serve(self._route)
+            await end.serve(self._route, self._retire)
             reason = end.reason or end.link.reason or "its connection closed"
         except ProtocolError as error:
             reason = f"it sent what cannot be right: {error}"
@@ -458,12 +458,24 @@ class Head:
         for number in sorted(member.sessions):
             self.sessions[number].vacate(member.number)
 
+    def _retire(self, end: WorkerEnd) -> bool:
+        """A worker wants to leave. True lets it wait for sessions that go elsewhere; it does not wait for the others."""
+        if end.retires:
+            return False
+        end.retires = end.member.draining = True
+        self._vacate(end.member)
+        self._tell_devices()
+        return self._is_left(end)
+
+    def _is_left(self, end: WorkerEnd) -> bool:
+        """Whether some session is about to leave a worker."""
+        return any(each.is_on(end.number) for each in self.sessions.values() if each.number not in end.member.sessions)
+
     def _stop_drained(self, end: WorkerEnd) -> None:
-        number, member = end.number, end.member
-        if not member.draining or member.sessions or end.reason:
+        if not end.member.draining or end.reason or self._is_left(end):
             return
-        if not any(tenancy.is_on(number) for tenancy in self.sessions.values()):
-            _stop(end, "it was drained")
+        if end.retires or not end.member.sessions:
+            _stop(end, "it left the pool" if end.retires else "it was drained")
 
     # ---- for people
 

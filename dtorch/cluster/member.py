@@ -39,6 +39,7 @@ class WorkerEnd:
         self.reason = ""  # why it is about to be given up
         self.given_up = False
         self.serving: asyncio.Task[None] | None = None  # hears it; cancelled when it is given up
+        self.retires = False  # it wants to leave
         self.asked = False  # it was told to leave, or said that it does
 
     @property
@@ -58,8 +59,13 @@ class WorkerEnd:
     def open(self, session: int, tenant: str, weight: float, priority: int, max_bytes: int) -> None:
         self.send(Open(session, tenant, weight, priority, max_bytes))
 
-    async def serve(self, route: Callable[[WorkerEnd, ForSession | Load, Frame], None]) -> None:
+    async def serve(
+        self, route: Callable[[WorkerEnd, ForSession | Load, Frame], None], retire: Callable[[WorkerEnd], bool]
+    ) -> None:
         """Pass on what the worker says until it is gone.
+
+        Args:
+            retire: told that it wants to leave; True lets it wait until it is told to stop.
 
         Raises:
             ProtocolError: it sent what is not in the vocabulary.
@@ -68,6 +74,6 @@ class WorkerEnd:
             message = codec.decode_from_pool_worker(frame)
             if isinstance(message, ForSession | Load):
                 route(self, message, frame)
-            elif isinstance(message, Retire):
+            elif isinstance(message, Retire) and not retire(self):
                 self.reason, self.asked = self.reason or "it left the pool", True
                 return

@@ -64,6 +64,8 @@ WORKER_PATH = "/v1/worker"
 GROUP_TIMEOUT_S = 1800.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0
 JOIN_S = 1.0
+RETIRE_S = 10.0
+"""How long a worker that is told to end may wait for its sessions to go elsewhere."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BEAT_S = 1.0
 """Between two reports of what was used."""
@@ -155,6 +157,7 @@ class PoolWorker:
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._change, self._settle)
         self._stopped = False
+        self._leaving: asyncio.TimerHandle | None = None  # then: the end of the wait for sessions to go
 
     async def run(self) -> None:
         """Serve until told to stop.
@@ -166,6 +169,8 @@ class PoolWorker:
         try:
             await self._run()
         finally:
+            if self._leaving is not None:
+                self._leaving.cancel()
             if self._sentinel is not None:
                 self._sentinel.stop()
 
@@ -189,7 +194,9 @@ class PoolWorker:
                 beating.cancel()
                 self._drop_all()
                 await link.close()
-            if not self._stopped:
+            if self._leaving is not None:
+                self._stopped = True
+            elif not self._stopped:
                 self._say(f"lost the head ({link.reason or 'the connection closed'}); joining again")
 
     @property
@@ -198,7 +205,15 @@ class PoolWorker:
         return self._link is not None and not self._link.closed and self._link.connected
 
     def stop(self) -> None:
-        """Leave the pool."""
+        """Leave the pool once sessions have gone elsewhere, as far as they can; called again, or after a while, at once."""
+        link = self._link
+        if self._leaving is None and self._lodgers and link is not None and not link.closed:
+            self._leaving = self._loop.call_later(RETIRE_S, self._leave)
+            link.send_nowait(codec.encode(Retire()))
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
         self._stopped = True
         link = self._link
         if link is not None and not link.closed:

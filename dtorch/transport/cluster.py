@@ -219,7 +219,7 @@ class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
-    """The worker leaves the pool."""
+    """The worker wants to leave the pool: it is told to stop once its sessions are elsewhere. Said again: it leaves now."""
 
 
 class SentBytes(msgspec.Struct, frozen=True, array_like=True):
