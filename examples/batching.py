@@ -21,7 +21,9 @@ import torch
 import dtorch
 
 BUCKET = 64
-"""Prompts are padded, and the cache is read, in multiples of this many tokens: few different shapes."""
+"""The cache is read, and prompts are padded, in multiples of this many tokens: few different shapes."""
+SMALL_BUCKET = 16
+"""Prompts shorter than a bucket are padded to multiples of this: most of the time to a first token is their run."""
 
 
 class Busy(Exception):
@@ -147,6 +149,8 @@ class Batcher:
     async def warm_up(self) -> None:
         """Meet every shape once, before the first request: signatures are made in passing, which takes a moment."""
         with self.mesh, torch.no_grad():
+            for length in range(SMALL_BUCKET, BUCKET, SMALL_BUCKET):
+                await (await self._prefill([0] * length, 0))
             for length in range(BUCKET, self.max_length + 1, BUCKET):
                 await (await self._prefill([0] * (length - 1), 0))
                 await (await self._decode(length))
@@ -216,7 +220,8 @@ class Batcher:
 
         Padding stands on the right, where no token of the prompt sees it; what it leaves in the cache is overwritten.
         """
-        length = -(-len(prompt) // BUCKET) * BUCKET
+        bucket = BUCKET if len(prompt) > BUCKET - SMALL_BUCKET else SMALL_BUCKET
+        length = -(-len(prompt) // bucket) * bucket
         ids = upload(self.mesh, [prompt + [0] * (length - len(prompt))])
         positions = upload(self.mesh, [list(range(length))])
         x_BTD = await self._run_layers(ids, positions, _Prefill(self, row * self.max_length))
