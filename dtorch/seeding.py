@@ -64,11 +64,10 @@ class RandomStreams:
         """
         self._recorder.interject(lambda: self._draw_from(self._own(), seed))
 
-    def _turn(self) -> None:
+    def _turn(self) -> Callable[[], None] | None:
         known = _streams.get().get(self._key)
         number = SHARED if known is None else known.number
-        if number != self._current:
-            self._recorder.interject(lambda: self._draw_from(number, None))
+        return None if number == self._current else lambda: self._draw_from(number, None)
 
     def _draw_from(self, number: int, seed: int | None) -> None:
         num = len(self._ended)

@@ -314,6 +314,20 @@ def test_lowest_slots_first() -> None:
     assert (pool.size, pool.num_idle) == (4, 0)
 
 
+def test_what_must_be_said_before_a_draw_comes_between_two_batches_and_waits_for_room() -> None:
+    client = Client()
+    said: list[int] = []
+    client.sig.put = client.recorder.draw
+    turns = iter([None, lambda: said.append(len(client.outlet.batches)), None])
+    client.recorder.turn = lambda: next(turns)
+    for _ in range(3):
+        client.call()
+    assert (said, client.outlet.num_waits) == ([1], 1)
+    client.recorder.interject(lambda: said.append(len(client.outlet.batches)))
+    assert (said, client.outlet.num_waits) == ([1, 2], 2)
+    assert [len(batch.calls) for batch in client.outlet.batches] == [1, 2]
+
+
 def test_what_a_call_raises_that_finds_no_slot_has_no_story_of_ours_before_it() -> None:
     made = Client().recorder
     made.close(SessionClosedError("it was shut down"))

@@ -142,7 +142,7 @@ class Recorder:
         self._sources: dict[int, list[Any]] = {}
         self._closed: DTorchError | None = None
         self._sync = sync
-        self.turn: Callable[[], None] | None = None  # called before random numbers are drawn, with the lock
+        self.turn: Callable[[], Callable[[], None] | None] | None = None  # before a draw: what must be said, if anything
         self.spans: Spans | None = None  # while a profile runs
         self.where: Callable[[], str] | None = None  # names the user's line that is being recorded, where a head wants it
         self._began = (0, "")  # then: when (ns), and in which thread, the first slot of this batch was taken
@@ -187,9 +187,13 @@ class Recorder:
     def draw(self, entries: tuple[Any, ...]) -> None:
         """Put a call that draws random numbers: as ``put``, once it is the turn of the stream that they come from."""
         with self._lock:
-            if self.turn is not None and self._capture is None:
-                self.turn()
+            say = None if self.turn is None or self._capture is not None else self.turn()
+            if say is not None:
+                self.flush()
+                say()
             self.put(entries)
+        if say is not None:
+            self._wait_for_room()
 
     def interject(self, say: Callable[[], None]) -> None:
         """Send what is recorded, then ``say`` something, before anything else is sent.
@@ -202,6 +206,7 @@ class Recorder:
                 raise CaptureError("it seeds the generators, once and not at each replay")
             self.flush()
             say()
+        self._wait_for_room()
 
     def after_put(self) -> None:
         """Called by slow paths after ``put``: bounds a buffer of calls that take no slots, and runs op by op if asked."""
