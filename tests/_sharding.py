@@ -118,8 +118,10 @@ def check(
     """
     expected = fn(*[t.clone() for t in tensors], **kwargs)
     one = mesh_of(1)
-    single = fn(*[distribute(t, one, [Replicate()]) for t in tensors], **kwargs)
-    _compare(single, expected, exact, compare, tolerance, "one device")
+    for where in (None, 0, -1):  # a shard of one piece is the whole
+        placed = [[Replicate() if where is None or not t.ndim else Shard(where)] for t in tensors]
+        single = fn(*[distribute(t, one, own) for t, own in zip(tensors, placed, strict=True)], **kwargs)
+        _compare(single, expected, exact, compare, tolerance, f"one device, {placed}")
     wanted = [] if isinstance(legal, bool) else [_normal(entry) for entry in legal]
     summed = range(len(tensors)) if partial is True else partial or ()
     report = Report()

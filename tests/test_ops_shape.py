@@ -464,6 +464,32 @@ def test_random_numbers_are_torchs_for_any_placement(name: str) -> None:
     check(twice, M, limit=12)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", [name for name in RANDOM if not name.endswith("_")])
+def test_an_axis_of_one_device_changes_no_random_number(name: str, shape: tuple[int, ...]) -> None:
+    fn, session = RANDOM[name], dtorch.current_session()
+    torch.manual_seed(5)
+    want = fn(M.clone())
+    alone = shape.index(1)
+    for own in (Shard(0), Shard(1), Partial()):
+        for other in (Replicate(), Shard(0)):
+            placed = [other] * len(shape)
+            placed[alone] = own
+            session.seed(5)
+            with dtorch.auto_redistribute():
+                ours = fn(dtorch.tensor(M, device_mesh=mesh_of(*shape)).redistribute(placed))
+            torch.testing.assert_close(ours.to_torch(), want)
+
+
+def test_attention_of_weights_cut_for_one_device_is_torchs() -> None:
+    x, w, b = torch.randn(5, 2, 8), torch.randn(24, 8), torch.randn(24)
+    want = F.multi_head_attention_forward(x, x, x, 8, 2, w, b, None, None, False, 0.0, w[:8], b[:8], False)
+    ours = dtorch.tensor(w, device_mesh=mesh_of(1), placements=[Shard(0)])
+    made = F.multi_head_attention_forward(x, x, x, 8, 2, ours, b, None, None, False, 0.0, w[:8], b[:8], False)
+    for a, c in zip(made, want, strict=True):
+        assert torch.equal(a.to_torch(), c)
+
+
 def test_dropout_of_a_pending_sum() -> None:
     session = dtorch.current_session()
     t = distribute(M, mesh_of(3), [Partial()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import dtorch
 from dtorch import DeviceMesh, Partial, Replicate, Shard
+from tests._scripts import WAIT_S, run, start
 
 st = pytest.importorskip("safetensors.torch")
 
@@ -186,6 +188,95 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
         dtorch.save_safetensors({"x": dead}, path)
     assert path.read_bytes() == before
     assert [f.name for f in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    import torch
+    import dtorch
+    from safetensors.torch import load_file
+    from dtorch.weights.checkpoint import open_checkpoint
+
+    folder = Path("kept")
+    folder.mkdir()
+    old, new = ({f"x{i}": torch.full((4,), value) for i in range(4)} for value in (1.0, 2.0))
+
+    def save(tensors, size):
+        dtorch.save_safetensors(tensors, folder, max_shard_size=size, progress=False)
+
+    def found():
+        made = open_checkpoint(folder)
+        files = {stored.path for stored in made.tensors.values()}
+        values = {name: value for file in files for name, value in load_file(file).items()}
+        assert sorted(values) == sorted(old)
+        (value,) = {float(x) for tensor in values.values() for x in tensor}
+        return value
+
+    def save_and_die(size, at):
+        left = at
+
+        def hook(event, args):
+            nonlocal left
+            if event in ("open", "os.rename", "os.remove", "os.truncate") and "kept" in str(args[0]):
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(hook)
+        save(new, size)
+
+    for sizes in ((None, None), (20, 20), (None, 20), (20, None), (20, 40)):
+        at, seen = 0, []
+        while True:
+            for file in folder.iterdir():
+                file.unlink()
+            save(old, sizes[0])
+            pid = os.fork()
+            if pid == 0:
+                save_and_die(sizes[1], at)
+                os._exit(0)
+            status = os.waitpid(pid, 0)[1]
+            seen.append(found())
+            if status == 0:
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            at += 1
+        assert seen == sorted(seen) and seen[0] == 1 and seen[-1] == 2, seen
+        assert len(seen) > 4
+    print("done")
+"""
+
+
+def test_whoever_is_killed_while_saving_leaves_the_old_or_the_new_whole(tmp_path: Path) -> None:
+    """At every opening, naming and removing of a file, from one file or several to one or several."""
+    assert run(tmp_path, KILLED).split() == ["done"]
+
+
+def test_a_client_that_is_killed_while_workers_write_leaves_the_old(tmp_path: Path) -> None:
+    code = """
+        import os, signal
+        import dtorch
+        from dtorch.weights import saving
+
+        mesh = dtorch.DeviceMesh("cpu", [0, 1])
+        x = {"x": dtorch.ones(100_000, device_mesh=mesh, placements=[dtorch.Shard(0)])}
+        dtorch.save_safetensors(x, "x.safetensors", progress=False)
+
+        def die(self):
+            dtorch.synchronize()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        saving._Writer.finish = die
+        dtorch.save_safetensors({"x": x["x"] * 2}, "x.safetensors", progress=False)
+    """
+    process = start(tmp_path, code)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGKILL
+    assert torch.equal(st.load_file(tmp_path / "x.safetensors")["x"], torch.ones(100_000))
+    left = [f for f in tmp_path.iterdir() if f.suffix == ".tmp"]
+    assert len(left) == 1  # hidden, and of no reader's concern
+    assert left[0].name.startswith(".x.")
 
 
 def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:

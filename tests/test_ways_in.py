@@ -83,3 +83,34 @@ def test_no_row_is_listed_as_missing() -> None:
     short = {name.rpartition(".")[2] for name in listed}
     functions = {f"{place}.{name}": fn for place, name, fn in ALL}
     assert {name for name in with_row if TORCH[functions[name]].name.rpartition(".")[2] not in short} == set()
+
+
+# ---- a plain tensor first
+
+
+LATER: dict[str, Any] = {
+    "type_as": lambda p, d: p.type_as(d),
+    "to": lambda p, d: p.to(d),
+    "expand_as": lambda p, d: p[:1].expand_as(d),
+    "view_as": lambda p, d: p.view_as(d),
+    "reshape_as": lambda p, d: p.reshape_as(d),
+    "broadcast_tensors": lambda p, d: torch.broadcast_tensors(p, d)[0],
+    "select_scatter": lambda p, d: p.select_scatter(d[0], 0, 1),
+    "slice_scatter": lambda p, d: p.slice_scatter(d[:1], 0, 0, 1),
+    "as_strided_scatter": lambda p, d: torch.as_strided_scatter(p, d[0, :2], (2,), (1,)),
+    "narrow": lambda p, d: p.narrow(0, d.long()[0, 0], 1),
+    "where": lambda p, d: p.where(d > 2, 0.0),
+    "add": lambda p, d: p + d,
+    "__setitem__": lambda p, d: (q := p.clone()).__setitem__(0, d[1]) or q,
+    "copy_": lambda p, d: p.clone().copy_(d),
+}
+
+
+@pytest.mark.parametrize("faced", [False, True])
+@pytest.mark.parametrize("name", LATER)
+def test_a_plain_tensor_may_come_first(name: str, faced: bool) -> None:
+    plain = torch.arange(6.0).reshape(2, 3)
+    later = dtorch.tensor(plain + 1, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]))
+    made = LATER[name](plain.clone(), dtorch.TorchTensor(later) if faced else later)
+    want = LATER[name](plain, plain + 1)
+    assert torch.equal(made if type(made) is torch.Tensor else made.to_torch(), want)

@@ -83,9 +83,16 @@ def fit(
         if found is None:
             if size != 1:
                 return None
-            found = Sig(actual, (R,) * len(call.outputs))
+            found = Sig(actual, (_alone(call, actual, fixed),) * len(call.outputs))
         chosen.append(found)
     return _combine(call, chosen, verify)
+
+
+def _alone(call: Call, actual: tuple[int, ...], fixed: frozenset[int]) -> int:
+    """The code of results along an axis of one device: what is written in place keeps its own."""
+    written = min(fixed, default=None)
+    keeps = written is not None and call.outputs[0].shape == call.tensors[written].shape
+    return actual[written] if keeps and written is not None else R
 
 
 def _find(call: Call, sigs: Sequence[Sig], actual: tuple[int, ...], narrow: frozenset[int]) -> Sig | None:

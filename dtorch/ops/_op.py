@@ -244,6 +244,7 @@ class Op:
         if plain is not None:
             return self.record(*plain, frame)
         changed = False
+        made: dict[int, Any] = {}  # what is one tensor stays one
 
         def convert(value: Any) -> Any:
             nonlocal changed
@@ -254,7 +255,9 @@ class Op:
                 session = mesh_of._spec.session
                 if not value.numel() and self.writes is None:  # what caches begin with
                     return nothing(session, value, mesh_of._spec.mesh)
-                return session.upload(value.detach(), mesh_of._spec.mesh, None)
+                if id(value) not in made:
+                    made[id(value)] = session.upload(value.detach(), mesh_of._spec.mesh, None)
+                return made[id(value)]
             if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
                 items = [convert(v) for v in value]
                 return items if isinstance(value, list) else tuple(items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import product
 from math import prod
 from sys import _getframe
@@ -15,6 +16,7 @@ from dtorch.ops._affine import affine, partial_through, region
 from dtorch.ops._call import Call, R, Sig, sharded
 from dtorch.ops._out import taking_out
 from dtorch.ops._rules import P_AVG, P, regroup, same_cuts
+from dtorch.ops._tree import tensors_of
 from dtorch.ops._ways import put
 from dtorch.ops.table import FUNCTIONAL, METHODS, OPS, PUBLIC, row
 from dtorch.runtime.layout import is_shard, shard_block, shard_code, shard_dim
@@ -167,16 +169,36 @@ def front(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             target = getattr(place, name, None)
             if target is None:
                 continue
-            TORCH[target] = PUBLIC[name] = made = fn if place is torch.Tensor else taking_out(fn, target)
+            PUBLIC[name] = made = fn if place is torch.Tensor else taking_out(fn, target)
+            TORCH[target] = _first_on_mesh(made, name == "__setitem__")
             if place is torch.Tensor:
                 METHODS[name] = fn
             elif place is torch.nn.functional:
                 FUNCTIONAL[name] = made
             else:
-                TORCH.setdefault(getattr(torch._C._VariableFunctions, name, target), made)
+                TORCH.setdefault(getattr(torch._C._VariableFunctions, name, target), TORCH[target])
         return fn
 
     return register
+
+
+def _first_on_mesh(fn: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    """``fn`` for calls that torch hands over because of a later argument: a plain first one is taken as replicated."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not (others := tensors_of((args[1:], kwargs))):
+            return fn(*args, **kwargs)
+        spec = others[0]._spec
+        copy = spec.session.upload(first.detach(), spec.mesh, None)
+        made = fn(copy, *args[1:], **kwargs)
+        if writes:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                first.copy_(copy.to_torch())
+        return made
+
+    return call
 
 
 front("select")(select)

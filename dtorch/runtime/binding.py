@@ -172,7 +172,7 @@ class Binder:
             functions[self.place_index[place]] = made if seen is definition else cutting(made, definition, site)
         bound = Bound(functions, kernel, communicates=kernel.communicates and alone is None)
         if kernel.name == "random":
-            bound.draws = draw(definition, fn, self.device_of(mine[0]) if mine else self.device_of((main.kind, 0)))
+            bound.draws = draw(definition, fn, self.device_of(mine[0] if mine else (main.kind, 0)), infos)
         elif not mine:
             return None
         if bound.communicates:

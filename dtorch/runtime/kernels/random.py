@@ -6,7 +6,7 @@ worker's generators then stand at the same place. Each device takes its piece of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from dtorch.runtime.kernels import Site, kernel, num_numbers
 from dtorch.runtime.kernels.redistribute import neutral
 from dtorch.runtime.layout import box, is_partial, is_shard, partial_op, slices
 from dtorch.runtime.template import Filler, bind, dtype_of
-from dtorch.transport.messages import Definition
+from dtorch.transport.messages import Definition, Layout, MeshInfo
 
 
 @kernel("random")
@@ -63,13 +63,20 @@ def random(site: Site) -> Callable[..., Any]:
     return run
 
 
+def _is_in_pieces(layout: Layout, mesh_shape: Sequence[int]) -> bool:
+    return any(n > 1 and (is_shard(c) or is_partial(c)) for c, n in zip(layout.codes, mesh_shape, strict=True))
+
+
 def draw(
-    definition: Definition, fn: Callable[..., Any], device: torch.device
+    definition: Definition, fn: Callable[..., Any], device: torch.device, meshes: Mapping[int, MeshInfo]
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The drawing part: of (tensors of any device that holds them whole, or None), numbers.
 
     What is written in place, and what is held in pieces, is replaced by a tensor of the whole's shape and strides,
     because torch draws in the order of memory. With ``params["mask"]`` a factor is drawn for pieces: the op on ones.
+
+    Args:
+        meshes: of the inputs, by number.
     """
     shapes = [tuple(o.shape) for o in definition.outputs]
     num_inputs = len(definition.inputs)
@@ -85,7 +92,7 @@ def draw(
         return torch.full(shape, value, device=device).to(dtype)
 
     replaced = [
-        k in definition.writes or any(is_shard(c) or is_partial(c) for c in layout.codes)
+        k in definition.writes or _is_in_pieces(layout, meshes[layout.mesh].shape)
         for k, layout in enumerate(definition.inputs)
     ]
     value = 1.0 if masks else 0.5
