@@ -9,12 +9,18 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 from aiohttp import web
 
-from dtorch.transport import wire
+from dtorch.cluster.streams import SessionStreams
+from dtorch.runtime.turns import Turns
+from dtorch.transport import codec, wire
+from dtorch.transport.cluster import PART_BYTES, Part
 from dtorch.transport.dial import dial
+from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError
 from dtorch.transport.link import Link, WebSocketLink
+from dtorch.transport.numbered import Numbered
 from dtorch.transport.wire import WireLink, take_over
 
 SIZES = (0, 1, 125, 126, 4096, 65_535, 65_536, 70_001, 1 << 20, 5 << 20)
@@ -170,3 +176,122 @@ async def test_a_cut_is_noticed_by_both() -> None:
         assert await link.receive() is None
         await link.close()
     assert await links[0].receive() is None
+
+
+# ---- data of parts go where they belong
+
+
+def part(offset: int, data: bytes, total: int, devices: tuple[int, ...] = (3,)) -> Part:
+    return Part(1, 9, offset, total, 2, devices, memoryview(data))
+
+
+def test_a_part_says_where_its_data_begin() -> None:
+    whole = part(7, bytes(range(256)) * 300, 99)
+    head, data = codec.encode_part(whole)
+    frame = head + bytes(data)
+    assert frame == codec.encode(whole)
+    found = codec.split_part(memoryview(frame)[:400])
+    assert found is not None
+    emptied, before, size = found
+    assert (before, size) == (len(head), len(data))
+    assert codec.decode_from_client(emptied) == part(7, b"", 99)
+    assert codec.split_part(memoryview(frame)[: before - 1]) is None  # not all of it is seen
+    assert codec.split_part(memoryview(codec.encode(part(0, b"x" * 90_000, 99, tuple(range(1000)))))[:400]) is None
+    assert codec.split_part(memoryview(b"\xa4data\xc6" + bytes(400))) is None
+
+
+def test_parts_that_land_are_put_in_their_turn() -> None:
+    streams = SessionStreams(1, Turns(), lambda _: None, 0)
+    data = bytes(range(200))
+
+    def lands(offset: int, stop: int) -> bool:
+        memory = streams.land(part(offset, b"", 200), stop - offset)
+        if memory is not None:
+            memory[:] = data[offset:stop]
+        return memory is not None
+
+    def put(offset: int, stop: int, landed: bool = False) -> None:
+        streams.put(part(offset, b"" if landed else data[offset:stop], 200))
+
+    assert not lands(0, 50)  # nobody knows the stream yet
+    put(0, 50)
+    assert not lands(60, 70)  # not the next one
+    assert not lands(50, 201)
+    assert lands(50, 100)
+    assert lands(100, 150)  # ahead of ``put``
+    assert lands(100, 150)  # again, as the connection broke meanwhile
+    put(50, 100, landed=True)
+    put(100, 150, landed=True)
+    put(0, 50)  # from the beginning: another worker was lost
+    assert lands(50, 200)
+    put(50, 200, landed=True)
+    assert bytes(streams.take(9, 200).numpy()) == data
+    assert not lands(50, 100)
+
+
+async def test_data_land_and_are_acknowledged() -> None:
+    total, got = 5 * PART_BYTES + 5, []
+    streams = SessionStreams(1, Turns(), lambda _: None, 0)
+    landed = []
+
+    def land(frame: bytes, size_bytes: int) -> memoryview | None:
+        found = codec.decode_from_client(frame)
+        assert isinstance(found, Part)
+        memory = streams.land(found, size_bytes)
+        landed.append(memory is not None)
+        return memory
+
+    async def take(link: Link) -> None:
+        durable = DurableLink(link, 0.0)
+        durable.land = land
+        while (frame := await durable.receive()) is not None:
+            found = codec.decode_from_client(frame)
+            assert isinstance(found, Part)
+            got.append((found.offset, len(found.data)))
+            streams.put(found)
+
+    data = torch.randint(0, 256, (total,), dtype=torch.uint8)
+    async with server(take) as (address, _):
+        durable = DurableLink(await linked(address), 0.0)
+        reading = asyncio.ensure_future(durable.receive())
+        for start in range(0, total, PART_BYTES):
+            piece = data.numpy().data[start : start + PART_BYTES]
+            durable.send_nowait(*codec.encode_part(Part(1, 9, start, total, 2, (3,), piece)))
+        await durable.wait_sent()
+        reading.cancel()
+        await durable.close()
+    assert torch.equal(streams.take(9, total), data)
+    assert len(got) == 6
+    assert [offset for offset, _ in got] == list(range(0, total, PART_BYTES))
+    assert [size for _, size in got].count(0) == sum(landed)
+
+
+async def test_what_comes_again_does_not_land_again() -> None:
+    """1: a part lands. 2: its acknowledgement is lost, and it comes again after its memory belongs to somebody else."""
+    landed = []
+
+    def land(frame: bytes, size_bytes: int) -> memoryview | None:
+        landed.append(bytearray(size_bytes))
+        return memoryview(landed[-1])
+
+    frames = []
+
+    async def take(link: Link) -> None:
+        durable = DurableLink(link, 0.0)
+        durable.land = land
+        while (frame := await durable.receive()) is not None:
+            frames.append(len(frame))
+
+    ours = Numbered()
+    again = ours.send(*codec.encode_part(part(5, b"x" * 100_000, 200_000)))
+    last = ours.send(b"the end")
+    async with server(take) as (address, _):
+        link = await linked(address)
+        for wire_pieces in (again, again, last):
+            link.send_nowait(*wire_pieces)
+            await link.wait_sent()
+        while len(frames) < 2:
+            await link.receive()  # acknowledgements
+        await link.close()
+    assert [bytes(memory) for memory in landed] == [b"x" * 100_000]
+    assert len(frames) == 2

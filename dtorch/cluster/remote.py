@@ -330,6 +330,7 @@ class RemoteController:
         welcome = self._welcome
         assert welcome is not None
         self._link = durable = DurableLink(link, welcome.grace_s, self._dial)
+        durable.land = self._land
         self._ready.set()
         try:
             while (frame := await durable.receive()) is not None:
@@ -364,6 +365,13 @@ class RemoteController:
         self._welcome = answer
         self.devices = answer.devices
         return link, answer.received
+
+    def _land(self, frame: bytes, size_bytes: int) -> memoryview | None:
+        part = codec.decode_to_client(frame)
+        buffer = self._pool.buffer(part.stream) if isinstance(part, Part) else None
+        if buffer is None or not isinstance(part, Part) or not 0 <= part.offset <= len(buffer) - size_bytes:
+            return None
+        return buffer[part.offset : part.offset + size_bytes]
 
     def _take(self, message: cluster.ToClient) -> None:
         listener = self._listener

@@ -224,6 +224,7 @@ class PoolWorker:
         self._ticket = ""
         link, _ = await self._dial(0)
         self._link = DurableLink(link, self._grace_s, self._dial)
+        self._link.land = self._land
         if self._sentinel is not None:
             self._sentinel.follow(self._ticket)
         return self._link
@@ -293,6 +294,11 @@ class PoolWorker:
                 raise ProtocolError("a worker is enlisted once a connection")
             case _:
                 assert_never(message)
+
+    def _land(self, frame: bytes, size_bytes: int) -> memoryview | None:
+        part = codec.decode_to_pool_worker(frame)
+        lodger = self._lodgers.get(part.session) if isinstance(part, cluster.Part) else None
+        return lodger.streams.land(part, size_bytes) if lodger is not None and isinstance(part, cluster.Part) else None
 
     def _drop_all(self) -> None:
         lodgers = list(self._lodgers.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ MAX_STREAMS = 4096
 class SessionStreams:
     """Streams of one session on one worker.
 
-    ``put``, ``credit`` and ``close`` are called in the thread of the link, the others in the session's.
+    ``put``, ``land``, ``credit`` and ``close`` are called in the thread of the link, the others in the session's.
 
     Args:
         send: passes a part to the head.
@@ -35,6 +36,7 @@ class SessionStreams:
         self._limit_bytes = limit_bytes
         # stream -> bytes, how many of them are there; those of one whose first ones are missing are not taken in
         self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._landed: dict[int, deque[tuple[int, int]]] = {}  # stream -> (offset, bytes) of parts ahead of ``put``
         self._window = STREAM_WINDOW_BYTES
         self._news = threading.Condition()
         self._closed = False
@@ -51,25 +53,54 @@ class SessionStreams:
         its beginning began on a worker that was lost: the call that uses it fails.
         """
         size = len(part.data)
+        landed = self._landed.get(part.stream)
+        if landed and landed[0][0] == part.offset:
+            size = landed.popleft()[1]
+            if not landed:
+                del self._landed[part.stream]
         known = self._coming.get(part.stream)
         if known is None or part.offset == 0:
-            if part.total < 0:
-                raise ProtocolError(f"stream {part.stream} is of {part.total} bytes")
-            if known is None and len(self._coming) >= MAX_STREAMS:
-                raise ProtocolError(f"{MAX_STREAMS} uploads wait to be used already")
-            fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
-            if part.offset:
-                self._coming[part.stream] = (None, MISSING)
-            else:
-                self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
+            self._begin(part, known)
         buffer, done = self._coming[part.stream]
         if done == MISSING:
             return
         if part.offset != done or (buffer is not None and done + size > buffer.numel()):
             raise ProtocolError(f"stream {part.stream} goes on at byte {part.offset} after {done}")
-        if buffer is not None and size:
+        if buffer is not None and len(part.data):
             buffer.numpy().data[done : done + size] = part.data
         self._coming[part.stream] = (buffer, done + size)
+
+    def _begin(self, part: Part, known: tuple[torch.Tensor | None, int] | None) -> None:
+        if part.total < 0:
+            raise ProtocolError(f"stream {part.stream} is of {part.total} bytes")
+        if known is None and len(self._coming) >= MAX_STREAMS:
+            raise ProtocolError(f"{MAX_STREAMS} uploads wait to be used already")
+        fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
+        if part.offset:
+            self._coming[part.stream] = (None, MISSING)
+        elif known is not None and known[0] is not None and known[0].numel() == part.total:
+            self._coming[part.stream] = (known[0], 0)  # the same memory, where parts may be landing
+        else:
+            self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
+
+    def land(self, part: Part, size_bytes: int) -> memoryview | None:
+        """Where the data of a part belong that is about to come; ``put`` gets it without them, in its turn.
+
+        None: it is the first of its stream, or not the next one.
+        """
+        buffer, done = self._coming.get(part.stream, (None, 0))
+        if buffer is None or not done or not size_bytes:
+            return None
+        landed = self._landed.get(part.stream) or deque()
+        again = bool(landed) and landed[-1] == (part.offset, size_bytes)  # the connection broke when it was landing
+        expected = sum(landed[-1]) if landed else done
+        stop = part.offset + size_bytes
+        if stop > buffer.numel() or not (again or part.offset == expected):
+            return None
+        if not again:
+            landed.append((part.offset, size_bytes))
+            self._landed[part.stream] = landed
+        return buffer.numpy().data[part.offset : stop]
 
     def take(self, stream: int, size_bytes: int) -> Any:
         """The bytes of an upload; in their place an error to be raised by the call that uses them, if one does here.

@@ -27,6 +27,7 @@ _from_pool: msgspec.msgpack.Decoder[cluster.FromPoolWorker] = msgspec.msgpack.De
 _to_pool: msgspec.msgpack.Decoder[cluster.ToPoolWorker] = msgspec.msgpack.Decoder(cluster.ToPoolWorker)
 
 _NO_BYTES = b"\xc4\x00"  # msgpack's; b"\xc6" begins bytes with a size of 32 bits
+_DATA, _PART = b"\xa4data", b"\xa4type\xa4part"
 
 # What a typed decoder raises on hostile bytes: its own errors, bad UTF-8 (ValueError), a map as a map's key
 # (TypeError), nesting deeper than the stack (RecursionError), a length that no memory can hold (MemoryError).
@@ -53,6 +54,20 @@ def encode_part(part: cluster.Part) -> tuple[bytes, memoryview]:
     frame = encode(structs.replace(part, data=memoryview(b"")))
     assert frame.endswith(_NO_BYTES), "data is the last field"
     return frame[: -len(_NO_BYTES)] + b"\xc6" + len(part.data).to_bytes(4, "big"), part.data
+
+
+def split_part(begin: memoryview) -> tuple[bytes, int, int] | None:
+    """Where the data of a part begin, from the first bytes of its frame.
+
+    Returns:
+        (the frame without data, bytes before the data, bytes of the data); None when it is not a part, or is not seen.
+    """
+    first = bytes(begin)
+    at = first.find(_DATA + b"\xc6")
+    stop = at + len(_DATA) + 5
+    if at < 0 or stop > len(first) or _PART not in first[:at]:
+        return None
+    return first[: at + len(_DATA)] + _NO_BYTES, stop, int.from_bytes(first[stop - 4 : stop], "big")
 
 
 def decode_to_worker(frame: Frame) -> ToWorker:

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import WSCloseCode
 
-from .codec import Frame
+from .codec import Frame, split_part
 from .errors import AuthError, ConnectionLostError, ProtocolError, QuotaError
 from .link import CLOSE_TIMEOUT_S, Link
-from .numbered import Numbered, Pace
+from .numbered import HEAD, Numbered, Pace
 from .patience import within
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class DurableLink(Link):
 
     Attributes:
         pace: how much should be on its way at most.
+        land: given a part without its data, and how many bytes these are, says where they belong; such a part is then
+            received without them. None: they come with it.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class DurableLink(Link):
         self._on_break = on_break
         self._numbered = Numbered()
         self.pace = Pace()
+        self.land: Callable[[bytes, int], memoryview | None] | None = None
+        link.landing = self._landing
         self._news = asyncio.Event()  # another connection, or the end
         self._room = asyncio.Event()  # something was acknowledged, or the end
         self._left: dict[Link, asyncio.Event] = {link: asyncio.Event()}  # set once a connection is not used any more
@@ -122,6 +126,8 @@ class DurableLink(Link):
             except ProtocolError as error:
                 await self.close(str(error), WSCloseCode.PROTOCOL_ERROR)
                 raise
+            landed, link.num_landed = link.num_landed, 0
+            self._numbered.owe(landed)
             self.pace.arrived(before - self._numbered.unacked_bytes, asyncio.get_running_loop().time())
             self._room.set()
             if frame is not None:
@@ -141,6 +147,20 @@ class DurableLink(Link):
         owed = self._numbered.acknowledgement(now=True)
         if owed is not None and not self.closed:
             self._put(owed)
+
+    def _landing(self, begin: memoryview) -> tuple[bytes, int, memoryview] | None:
+        if self.land is None or HEAD.unpack_from(begin)[0] <= self._numbered.received:  # the latter: it comes again
+            return None
+        found = split_part(begin[HEAD.size :])
+        if found is None:
+            return None
+        frame, before, size = found
+        try:
+            target = self.land(frame, size)
+        except ProtocolError as error:
+            logger.debug("it comes as it is: %s", error)  # and is refused in its turn
+            return None
+        return None if target is None else (bytes(begin[: HEAD.size]) + frame, HEAD.size + before, target)
 
     def _break(self, link: Link) -> None:
         if self._link is link:
@@ -189,6 +209,7 @@ class DurableLink(Link):
     def _carry_on(self, link: Link, received: int) -> None:
         frames = self._numbered.again(received)
         self._link = link
+        link.landing = self._landing
         self._left[link] = asyncio.Event()
         self._room.set()
         for wire in frames:

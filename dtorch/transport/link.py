@@ -45,6 +45,9 @@ _UNIX_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 REASON_BYTES = 120  # a close frame carries at most 123
 
 
+Landing = Callable[[memoryview], "tuple[bytes, int, memoryview] | None"]
+
+
 class Link(abc.ABC):
     """One end of an ordered, reliable stream of frames.
 
@@ -52,11 +55,16 @@ class Link(abc.ABC):
         reason: why the link ended, for people; "" while it is open or after an ordinary end.
         session: number of the session that the peer serves, from its Welcome (0 on the accepting end).
         close_code: of the peer's goodbye, where websockets have one.
+        landing: given the first bytes of a large frame, says what is to be received in its place, how many bytes of it come
+            before the last ones, and the memory for these; or None. Links that cannot do it ask nobody.
+        num_landed: bytes that have gone there and are not part of what was received.
     """
 
     reason: str = ""
     session: int = 0
     close_code: int = 0
+    landing: Landing | None = None
+    num_landed: int = 0
 
     @property
     @abc.abstractmethod

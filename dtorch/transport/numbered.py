@@ -18,7 +18,7 @@ Wire = tuple[Frame, ...]
 
 HEAD = struct.Struct("<QQ")
 ACK_FRAMES = 32
-ACK_BYTES = 512 * 1024
+ACK_BYTES = 1024 * 1024
 """An acknowledgement of its own is sent once so many frames or bytes have come without one."""
 WINDOW_S = 0.1
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 4 * 1024 * 1024, 32 * 1024 * 1024
@@ -90,6 +90,10 @@ class Numbered:
     def acknowledged(self) -> int:
         """Number of the last frame sent that the other end has acknowledged."""
         return self._sent - len(self._kept)
+
+    def owe(self, size_bytes: int) -> None:
+        """More bytes have come than frames show."""
+        self._owed_bytes += size_bytes
 
     @property
     def owes(self) -> bool:

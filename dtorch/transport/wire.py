@@ -28,6 +28,8 @@ _INBOX_BYTES = 4 * 1024 * 1024
 """Of frames that nobody has taken yet: above this the socket is not read."""
 _JOIN_BYTES = 4096
 """Frames below this go out as one piece."""
+_LANDING_BYTES, _BEGIN_BYTES = 64 * 1024, 512
+"""Frames from this size on may land; so much of them is looked at."""
 
 
 def take_over(link: WebSocketLink, max_bytes: int) -> Link:
@@ -85,6 +87,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
         self._payload: memoryview | None = None  # of the frame that is coming
         self._filled = 0
         self._head = (0, False, b"")  # of that frame: opcode, is it the last of its message, key
+        self._instead: bytes | None = None  # what is received in place of that frame, whose last bytes land elsewhere
         self._parts: list[Frame] = []  # of a message that comes in several frames
         self._inbox: deque[Frame] = deque()
         self._inbox_bytes = 0
@@ -235,6 +238,20 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._refuse(WSCloseCode.MESSAGE_TOO_BIG, f"a frame of {size} bytes is above {self._max_bytes}")
             return False
         self._head = (first & 0x0F, bool(first & 0x80), key)
+        if self.landing is not None and size >= _LANDING_BYTES and first == 0x80 | _BINARY and not any(key):
+            if have < at + _BEGIN_BYTES:
+                return False
+            landing = self.landing(self._scratch[start + at : start + at + _BEGIN_BYTES])
+            if landing is not None and landing[1] + len(landing[2]) == size:
+                self._instead, before, target = landing
+                there = min(len(target), have - at - before)
+                target[:there] = self._scratch[start + at + before : start + at + before + there]
+                self._start += at + before + there
+                if there == len(target):
+                    self._come(target)
+                else:
+                    self._payload, self._filled = target, there
+                return True
         payload = np.empty(size, np.uint8).data if size else memoryview(b"")
         there = min(size, have - at)
         if there:
@@ -250,6 +267,11 @@ class WireLink(Link, asyncio.BufferedProtocol):
         """A frame is here."""
         self._payload = None
         opcode, is_last, key = self._head
+        if self._instead is not None:
+            frame, self._instead = self._instead, None
+            self.num_landed += len(payload)
+            self._deliver(frame)
+            return
         if any(key):
             data = np.frombuffer(payload, np.uint8)
             payload = (data ^ np.resize(np.frombuffer(key, np.uint8), len(data))).data

@@ -1,7 +1,7 @@
 """How soon a device starts: python examples/benchmarks/flush.py [--json FILE]
 
 From the moment an op is recorded to the moment a worker begins to execute it, by the clocks of a profile, while the client
-goes on with something else: pure Python, numpy, more ops now and then, or nothing.
+goes on with something else: pure Python, numpy, one call that keeps the interpreter's lock, more ops now and then, or nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from timing import Samples
 import dtorch
 
 BUSY_S = 0.02
+NUMBERS = np.random.default_rng(0).random(60_000).tolist()
 
 
 def python() -> None:
@@ -30,6 +31,11 @@ def numpy() -> None:
     until = time.perf_counter() + BUSY_S
     while time.perf_counter() < until:
         a = a @ a * 1e-3
+
+
+def one_call_with_the_lock() -> None:
+    """Tens of milliseconds in which no other thread of the process can run Python."""
+    sorted(NUMBERS)
 
 
 def sparse_ops() -> None:
@@ -70,7 +76,7 @@ def main() -> None:
     facts = print_machine(out)
     X = dtorch.ones(4, device_mesh=dtorch.DeviceMesh("cpu", [0]))
     rows = []
-    for meanwhile in (nothing, python, numpy, sparse_ops):
+    for meanwhile in (nothing, python, numpy, one_call_with_the_lock, sparse_ops):
         samples = Samples(delays_ms(meanwhile, args.repetitions))
         note = f"p90 {samples.quantile(0.9):.2f}, worst {max(samples.values):.2f}"
         name = f"first op starts, client busy with {meanwhile.__name__}"

@@ -88,11 +88,17 @@ async def receiver(size: int) -> None:
         link = take_over(opened, MAX_BYTES)
         link.send_nowait(b"welcome")
         durable, streams = DurableLink(link, 0.0), SessionStreams(1, Turns(), lambda part: None, 0)
+
+        def land(frame: bytes, size_bytes: int) -> memoryview | None:
+            part = codec.decode_from_client(frame)
+            return streams.land(part, size_bytes) if isinstance(part, Part) else None
+
+        durable.land = land
         while (frame := await durable.receive()) is not None:
             part = codec.decode_from_client(frame)
             assert isinstance(part, Part)
             streams.put(part)
-            if part.offset + len(part.data) == size:
+            if part.offset + PART_BYTES >= size:
                 streams.take(part.stream, size)
                 durable.send_nowait(b"x")
         await durable.close()
