@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +110,44 @@ def test_lists_of_one_pattern_are_told_apart(x: Any) -> None:
         with pytest.raises(TypeError, match="meta device"):
             torch.cat([empty.to("meta"), x], dim=-2)
     assert torch.cat([empty.double(), x], dim=-2).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.cat([torch.tensor([]), x]),
+        lambda x: torch.add(x, torch.ones(4, 5)),
+        lambda x: x[np.int64(1)],
+        lambda x: x.mul(np.float32(2)),
+        lambda x: torch.linalg.matrix_norm(x),
+        lambda x: torch.var_mean(x, dim=0),
+    ],
+)
+def test_a_call_leaves_its_tensors_to_nobody(mesh: DeviceMesh, call: Any) -> None:
+    """Not in a cycle either, which the collector would find some time later: their memory is free at once."""
+    call(faced(dtorch.tensor(A, device_mesh=mesh)))  # signatures are kept, and may be
+    gc.collect()
+    gc.disable()
+    try:
+        x = faced(dtorch.tensor(A, device_mesh=mesh, placements=[Shard(0)]))
+        held = weakref.ref(x.native)
+        call(x)
+        del x
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_cache_that_begins_with_nothing_is_captured_once(mesh: DeviceMesh) -> None:
+    def step(x: Any) -> Any:
+        keys = torch.cat([torch.tensor([]), x], dim=-2)
+        return torch.cat([keys, x], dim=-2)
+
+    compiled = dtorch.compile(step)
+    x = faced(dtorch.tensor(A, device_mesh=mesh))
+    for _ in range(4):
+        assert torch.equal(compiled(x).to_torch(), torch.cat([A, A]))
+    assert compiled.num_recordings == 1
 
 
 def test_what_changes_nothing_gives_the_tensor_itself(x: Any) -> None:
@@ -264,3 +305,10 @@ def test_other_modes_are_asked_inside_a_distributed_module(mesh: DeviceMesh) -> 
     weight, bias = (p.to_torch() for p in plain.parameters())  # type: ignore[operator]  # torch-faced
     assert_close(out.to_torch(), F.silu(F.linear(A, weight, bias)))
     assert torch.equal(module(A).to_torch(), out.to_torch())
+
+
+def test_arrays_of_numpy_are_told_apart(x: Any) -> None:
+    """Each is a tensor for a moment only, and the next may lie where it lay."""
+    added = [np.full((4, 5), float(i), dtype=np.float32) for i in range(3)]
+    assert torch.equal(x.native.addcmul(added[1], added[2]).to_torch(), A + 2)
+    assert torch.equal(x.native.addcmul(added[0], added[2]).to_torch(), A)

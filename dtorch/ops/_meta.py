@@ -124,20 +124,23 @@ def stand_ins(
         inexact = m.dtype.is_floating_point or m.dtype.is_complex
         made[id(m)] = filled.fill_(value if inexact or integers else 0).data  # data: of version 0
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return made[id(value)]
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, tuple):
-            return tuple(walk(v) for v in value)
-        if isinstance(value, list):
-            return [walk(v) for v in value]
-        if isinstance(value, slice):
-            return slice(walk(value.start), walk(value.stop), walk(value.step))
-        return value
+    given = [made[id(m)] for m in metas]
+    return tuple(_standing(a, made) for a in args), {k: _standing(v, made) for k, v in kwargs.items()}, given
 
-    return tuple(walk(a) for a in args), {k: walk(v) for k, v in kwargs.items()}, [made[id(m)] for m in metas]
+
+def _standing(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """``value`` with what was ``made`` in place of the tensors of these ids."""
+    if isinstance(value, torch.Tensor):
+        return made[id(value)]
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, tuple):
+        return tuple(_standing(v, made) for v in value)
+    if isinstance(value, list):
+        return [_standing(v, made) for v in value]
+    if isinstance(value, slice):
+        return slice(_standing(value.start, made), _standing(value.stop, made), _standing(value.step, made))
+    return value
 
 
 defer_compiler()

@@ -18,12 +18,10 @@ import torch
 from dtorch import policy
 from dtorch.expressions import spoken
 from dtorch.frames import source
-from dtorch.future import TensorFuture
 from dtorch.ops._call import FLAT, Call, R, Result, Rule, TensorArg, flat_tensors, rebuilder, refuse_without_values
 from dtorch.ops._choose import Fit, Verify, fit, repair
 from dtorch.ops._folding import wanting_gradients
 from dtorch.ops._meta import outcome
-from dtorch.ops._nothing import nothing
 from dtorch.ops._refusal import placement_error
 from dtorch.placement import from_code
 from dtorch.runtime.signature import IN_PLACE, MANY, ONE, Signature
@@ -237,53 +235,16 @@ class Op:
             return answered[0]
         if kwargs.get("out") is not None:
             check_out(self, kwargs["out"])
-        mesh_of = next((t for t in tensors_of((args, kwargs)) if type(t) is Tensor), None)
         for name, given in (*enumerate(args), *kwargs.items()):
             refuse_without_values(f"{self.name}: argument {name!r}", given)
         plain = with_integers(self.fn, self._reads, args, kwargs)
         if plain is not None:
             return self.record(*plain, frame)
-        changed = False
-        made: dict[int, Any] = {}  # what is one tensor stays one
-
-        def convert(value: Any) -> Any:
-            nonlocal changed
-            if isinstance(value, torch.Tensor):
-                if mesh_of is None:
-                    raise TypeError(f"{self.name}: no dtorch tensor among the inputs")
-                changed = True
-                session = mesh_of._spec.session
-                if not value.numel() and self.writes is None:  # what caches begin with
-                    return nothing(session, value, mesh_of._spec.mesh)
-                if id(value) not in made:
-                    made[id(value)] = session.upload(value.detach(), mesh_of._spec.mesh, None)
-                return made[id(value)]
-            if isinstance(value, (list, tuple)) and type(value) is not torch.Size:
-                items = [convert(v) for v in value]
-                return items if isinstance(value, list) else tuple(items)
-            if isinstance(value, slice):
-                return slice(convert(value.start), convert(value.stop), convert(value.step))
-            if hasattr(value, "__array__") and hasattr(value, "item") and not isinstance(value, TensorFuture):
-                changed = True
-                if getattr(value, "ndim", 0) == 0:
-                    return value.item()
-                return convert(torch.from_numpy(value))
-            if isinstance(value, (int, float)) and type(value) not in (int, float, bool):
-                changed = True
-                return int(value) if isinstance(value, int) else float(value)
-            if value is None or isinstance(value, (bool, int, float)) or type(value) in _ATOMS or type(value) is Tensor:
-                return value
-            if isinstance(value, torch.Size):
-                changed = True
-                return tuple(value)
-            if hasattr(value, "__index__"):
-                changed = True
-                return int(value)
-            raise TypeError(f"{self.name}: an argument of type {type(value).__name__} is not supported")
-
+        spec = next((t._spec for t in tensors_of((args, kwargs)) if type(t) is Tensor), None)
+        convert = Conversion(self.name, spec, self.writes is not None)
         args = tuple(convert(a) for a in args)
         kwargs = {k: convert(v) for k, v in kwargs.items()}
-        if not changed:
+        if not convert.has_changed:
             raise TypeError(f"{self.name}: these arguments are not supported: {args!r} {kwargs!r}")
         if quick_key is not None:
             return self.slowly(args, kwargs, frame, cache, quick_key)
@@ -582,6 +543,7 @@ def _key(value: Any, key: list[Any], ins: list[int]) -> bool:
 
 
 from dtorch.ops._alias import LIVE, VIEW_KERNELS, attach, mutated, refresh_all, wrote  # noqa: E402
+from dtorch.ops._convert import Conversion  # noqa: E402
 from dtorch.ops._integers import with_integers  # noqa: E402
 from dtorch.ops._out import check_out, write_out  # noqa: E402
 from dtorch.ops._tree import tensors_of, with_tensors  # noqa: E402

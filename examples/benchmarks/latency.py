@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from report import Row, add_json_option, compared, print_machine, print_table, table_output, write_json
-from timing import HERE, Samples, alternate, peers, per_op_us, process_s, torchrun
+from timing import HERE, Samples, add_clock_option, alternate, peers, per_op_us, process_s, torchrun
 
 import dtorch
 
@@ -78,8 +78,8 @@ def record(args: argparse.Namespace) -> list[Row]:
             continue
         samples = alternate(
             {
-                "dtorch": partial(per_op_us, our_body, args.num_recorded, dtorch.synchronize),
-                "torch": partial(per_op_us, plain_body, args.num_recorded),
+                "dtorch": partial(per_op_us, our_body, args.num_recorded, dtorch.synchronize, args.clock),
+                "torch": partial(per_op_us, plain_body, args.num_recorded, None, args.clock),
             },
             args.repetitions,
         )
@@ -214,6 +214,7 @@ def add_peers(rows: list[Row], args: argparse.Namespace) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what an op costs, beside plain torch and others.")
     add_json_option(parser)
+    add_clock_option(parser)  # of the section "record"
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas (default: all)")
     parser.add_argument("--repetitions", type=int, default=7, help="of each figure (default: %(default)s)")
     parser.add_argument("--starts", type=int, default=5, help="starts of each program (default: %(default)s)")

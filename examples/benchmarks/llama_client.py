@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from report import Row, add_json_option, print_machine, print_table, table_output, write_json
-from timing import Samples, alternate, per_op_us
+from timing import Samples, add_clock_option, alternate, per_op_us
 
 import dtorch
 
@@ -89,6 +89,7 @@ def repeated(forward: Callable[[], Any], num: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a model's forward costs the client.")
     add_json_option(parser)
+    add_clock_option(parser)
     parser.add_argument("--repetitions", type=int, default=9, help="of each rival (%(default)s)")
     parser.add_argument("--forwards", type=int, default=20, help="in a repetition (%(default)s)")
     args = parser.parse_args()
@@ -103,7 +104,8 @@ def main() -> None:
             torch.testing.assert_close(value, expected[name.partition(",")[0]].detach())
     rivals = {
         name: partial(
-            per_op_us, partial(repeated, forward), args.forwards, None if name.startswith("torch") else dtorch.synchronize
+            per_op_us, partial(repeated, forward), args.forwards,
+            None if name.startswith("torch") else dtorch.synchronize, args.clock,
         )
         for name, forward in found.items()
     }

@@ -9,7 +9,7 @@ Files here register with ``@kernel``; the executor finds them by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
@@ -163,20 +163,21 @@ def with_gradients(fn: Callable[..., Any], wanting: frozenset[int]) -> Callable[
         seen = count()
         made: dict[int, torch.Tensor] = {}  # what is one tensor stays one
 
-        def mark(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [mark(part) for part in value]
-            if not isinstance(value, torch.Tensor) or next(seen) not in wanting:
-                return value
-            if id(value) not in made:
-                made[id(value)] = value.detach().requires_grad_()
-            return made[id(value)]
-
-        own = [mark(value) for value in args]
-        named = {key: mark(value) for key, value in kwargs.items()}
+        own = [_marked(value, wanting, seen, made) for value in args]
+        named = {key: _marked(value, wanting, seen, made) for key, value in kwargs.items()}
         return fn(*own, **named)
 
     return call
+
+
+def _marked(value: Any, wanting: frozenset[int], seen: Iterator[int], made: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_marked(part, wanting, seen, made) for part in value]
+    if not isinstance(value, torch.Tensor) or next(seen) not in wanting:
+        return value
+    if id(value) not in made:
+        made[id(value)] = value.detach().requires_grad_()
+    return made[id(value)]
 
 
 def with_memory(fn: Callable[..., Any], stride: tuple[int, ...]) -> Callable[..., Any]:
