@@ -146,6 +146,14 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 16).sin().view(2, 3, 16, 16)
 SOUNDS = torch.linspace(-1, 1, 2 * 8 * 32).cos().view(2, 8, 32)
+
+
+def seeded(call: Callable[[], Any]) -> Any:
+    for seed in (torch.manual_seed, dtorch.manual_seed):
+        seed(3)
+    return call()
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "t5": lambda m: (m(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits, m.generate(IDS, max_new_tokens=3)),
     "clip": lambda m: [m(input_ids=IDS[:2], pixel_values=IMAGES)[key] for key in ("text_embeds", "image_embeds")],
@@ -154,6 +162,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         m.generate(SOUNDS, max_new_tokens=3),
         m.generate(SOUNDS, max_new_tokens=3, num_beams=3, do_sample=False),
         m.generate(SOUNDS, max_new_tokens=3, do_sample=False, cache_implementation="static"),
+        seeded(lambda: m.generate(SOUNDS, max_new_tokens=4, do_sample=True, top_k=20)),
     ),
     "resnet": lambda m: (m(IMAGES).pooler_output,),
     "convnext": lambda m: (m(IMAGES).pooler_output,),
@@ -178,9 +187,7 @@ GENERATE: list[dict[str, Any]] = [
 
 
 def generated(model: Any, options: dict[str, Any]) -> torch.Tensor:
-    for seed in (torch.manual_seed, dtorch.manual_seed):
-        seed(3)
-    made = model.generate(IDS, attention_mask=MASK, max_new_tokens=4, **{"do_sample": False, **options})
+    made = seeded(lambda: model.generate(IDS, attention_mask=MASK, max_new_tokens=4, **{"do_sample": False, **options}))
     return made.to_torch() if isinstance(made, TorchTensor) else made
 
 
