@@ -130,7 +130,7 @@ class Compiled:
                 raise refuse(self._fn, args, kwargs)
         session = current_session()
         recorder = session.recorder
-        key.append((session.number, session.epoch))
+        key.append((session.serial, session.epoch))
         key.append(current_mesh())
         key.append(policy.is_auto())
         if self._modules:

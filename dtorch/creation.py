@@ -219,7 +219,7 @@ class Factory:
         )
         named = tuple((k, type(v) if self._dynamic(k, v) else (type(v), v)) for k, v in kwargs.items())
         where = tuple(placements) if isinstance(placements, (list, tuple)) else placements  # others are refused below
-        key = (self.name, session.number, mesh, where, static, named, torch.get_default_dtype())
+        key = (self.name, session.serial, mesh, where, static, named, torch.get_default_dtype())
         sig = _signatures.get(key)
         if sig is None:
             sig = _signatures[key] = self._define(session, mesh, where, args, kwargs)

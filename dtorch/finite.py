@@ -134,11 +134,11 @@ def check_finite(inf: bool = True) -> Iterator[None]:
     """
     session = current_session()
     with _guard:
-        watch = _watches.get(session.number)
+        watch = _watches.get(session.serial)
         if watch is None:
             watch = _Watch(session)
         watch.enter()
-        _watches[session.number] = watch
+        _watches[session.serial] = watch
     token = _asked.set(inf)
     try:
         yield
@@ -146,4 +146,4 @@ def check_finite(inf: bool = True) -> Iterator[None]:
         _asked.reset(token)
         with _guard:
             if watch.leave():
-                del _watches[session.number]
+                del _watches[session.serial]

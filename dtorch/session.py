@@ -62,7 +62,8 @@ _new = object.__new__
 
 
 class Session:
-    """State of one client. Made by ``current_session`` and ``dtorch.init``."""
+    """State of one client. Made by ``current_session`` and ``dtorch.init``. Its ``serial`` is never given twice in this
+    process, its ``number`` is its controller's, and heads count each for itself."""
 
     _numbers = itertools.count(1)
 
@@ -89,7 +90,8 @@ class Session:
         self._finished_through = 0  # all batches up to here are finished, and of the later ones these:
         self._finished_beyond: set[int] = set()
         self.elastic = Elastic(self, self._failures)
-        self._pool, self.thread, self.number = self._start(options, next(Session._numbers))
+        self.serial = next(Session._numbers)
+        self._pool, self.thread, self.number = self._start(options, self.serial)
         # All workers draw alike, whatever the preloaded process has in its generator.
         self.thread.post(Sent(Seed(self.number, torch.initial_seed())))
         self.recorder = Recorder(self.thread, self._synchronize_op if options.sync else None)

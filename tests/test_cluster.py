@@ -166,6 +166,26 @@ def test_sessions_do_not_meet(home: Cluster) -> None:
             each.close()
 
 
+def test_sessions_that_two_heads_call_the_same_do_not_meet(tmp_path: Path) -> None:
+    @dtorch.compile
+    def doubled(x: dtorch.Tensor) -> dtorch.Tensor:
+        return x + x
+
+    with contextlib.ExitStack() as stack:
+        homes = [stack.enter_context(cluster(tmp_path / name, "cpu:2")) for name in ("left", "right")]
+        sessions = [home.session(home.key("ann")) for home in homes]
+        for each in sessions:
+            stack.callback(each.close)
+        assert sessions[0].number == sessions[1].number
+        assert sessions[0].serial != sessions[1].serial
+        for each in sessions:
+            with using(each):
+                mesh = dtorch.DeviceMesh("cpu", [0, 1])
+                x = dtorch.ones(4, device_mesh=mesh, placements=[dtorch.Shard(0)])
+                assert doubled(x + put(torch.ones(4), 2)).sum().item() == 16.0
+                assert dtorch.statistics().ops > 0
+
+
 def test_quotas_harm_their_owner_alone(home: Cluster) -> None:
     key = home.key("small", max_devices=2, max_bytes=1_000_000, max_ops=40, max_sessions=1)
     poor, rich = home.session(key), home.session(home.key("rich"))
