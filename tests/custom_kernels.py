@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -29,6 +30,17 @@ def summed_squares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 NUMBER = 3
+
+
+def talkative(x: torch.Tensor) -> torch.Tensor:
+    """Ends the process that runs it on fives and on sixes, and says so; on sixes by a crash."""
+    if bool((x == 5).any()):
+        print("five is right out")
+        os._exit(7)
+    if bool((x == 6).any()):
+        print("here comes six", file=sys.stderr)
+        os.abort()
+    return x + 1
 
 
 def deadly(x: torch.Tensor) -> torch.Tensor:

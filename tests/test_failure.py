@@ -152,6 +152,25 @@ def test_a_call_that_ends_every_worker_is_given_up(session: Session) -> None:
     assert torch.equal(kept.to_torch(), torch.full((4,), 6.0))
 
 
+@pytest.mark.parametrize(
+    ("number", "how", "said"),
+    [
+        (5.0, "exited with code 7", "five is right out"),
+        (6.0, "killed by SIGABRT", "here comes six\nFatal Python error: Aborted"),
+    ],
+)
+def test_what_a_dying_worker_printed_last_reaches_the_user(number: float, how: str, said: str) -> None:
+    talkative = dtorch.register_op("custom_kernels:talkative", rule="pointwise")
+    dtorch.init(recover=False)
+    try:
+        x = dtorch.full((4,), number, device_mesh=MESH, placements=[Replicate()])
+        with pytest.raises(dtorch.WorkerLostError) as caught:
+            talkative(x).to_torch()
+    finally:
+        dtorch.shutdown()
+    assert f"{how}; it printed last: {said}" in str(caught.value)
+
+
 def test_moves_carry_live_bytes_and_views(session: Session) -> None:
     data = torch.randn(400, 100)
     x = dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])

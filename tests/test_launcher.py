@@ -152,10 +152,10 @@ async def test_workers_run_the_entry_with_their_args_and_env(session: Session, g
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
-        ("exit 3", "exited with code 3"),
+        ("exit 3", "exited with code 3; it printed last: words left in the buffer"),
         ("exit 0", "exited with code 0"),
         ("return", "exited with code 0"),
-        ("raise oops", "exited with code 1"),
+        ("raise oops", "exited with code 1; it printed last: words left in the buffer\nTraceback"),
     ],
 )
 async def test_a_workers_exit_is_reported(
@@ -166,7 +166,9 @@ async def test_a_workers_exit_is_reported(
     link = gate.accept()
     link.say("say words left in the buffer")
     link.say(order)
-    assert await session.exit() == (5, reason)
+    worker, how = await session.exit()
+    assert (worker, how[: len(reason)]) == (5, reason)
+    assert ("; it printed" in reason) == ("; it printed" in how)
     session.launcher.close()
     out, err = capfd.readouterr()
     assert out == "words left in the buffer\n"
@@ -179,7 +181,8 @@ async def test_a_signal_ends_one_worker_and_no_other(session: Session, gate: Gat
         session.launcher.spawn(worker, {"address": gate.address, "worker": worker})
     links = {link.facts["args"]["worker"]: link for link in (gate.accept(), gate.accept())}
     session.launcher.kill(1, sig)
-    assert await session.exit() == (1, f"killed by {sig.name}")
+    worker, how = await session.exit()
+    assert (worker, how.partition("; it printed last: Fatal Python error: ")[0]) == (1, f"killed by {sig.name}")
     assert links[0].ask("ping") == "pong"
     assert session.launcher.pids == {0: links[0].facts["pid"]}
 

@@ -22,6 +22,7 @@ from typing_extensions import assert_never
 
 from dtorch.runtime.awaited import Awaited
 from dtorch.runtime.events import (
+    PRINTED,
     Asked,
     AskedTrace,
     Closing,
@@ -460,7 +461,7 @@ class Controller:
         worker.phase = Phase.GONE
         worker.queue.clear()
         if worker.last_words:
-            reason = f"{reason}; its last words: {worker.last_words.rstrip()}"
+            reason = f"{reason.partition(PRINTED)[0]}; its last words: {worker.last_words.rstrip()}"
         if self._closing:
             return []
         recovery = self._recovery

@@ -108,6 +108,10 @@ class Received:
     message: FromWorker
 
 
+PRINTED = "; it printed last: "
+"""In a reason, before what a worker printed."""
+
+
 @dataclass(frozen=True)
 class Exited:
     worker: int

@@ -33,6 +33,8 @@ from typing import Any, NoReturn, cast
 import msgspec
 from typing_extensions import assert_never
 
+from dtorch.runtime.words import Words
+
 # ---- vocabulary -----------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +78,7 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     code: int | None = None
     signal: int | None = None
     error: str = ""  # why there was no process at all
+    words: str = ""  # what it printed last
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -157,6 +160,7 @@ class ForkServer:
     def __init__(self, lifeline: socket.socket) -> None:
         self._lifeline = lifeline
         self._pids: dict[int, int] = {}
+        self._words: dict[int, Words] = {}  # of the same workers
         self._input = bytearray()
         self._stopping = False
         self._pid = os.getpid()
@@ -258,19 +262,21 @@ class ForkServer:
                 stream.flush()
         # Blocked across the fork: a signal meant for the child must not reach the parent's wake-up socket through it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        words = Words()
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_worker(command)
+                self._become_worker(command, words)
         except OSError as error:
+            words.close()
             self._report(Exited(command.worker, 0, error=f"fork failed: {error}"))
             return
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-        self._pids[command.worker] = pid
+        self._pids[command.worker], self._words[command.worker] = pid, words
         self._report(Spawned(command.worker, pid))
 
-    def _become_worker(self, command: Spawn) -> NoReturn:
+    def _become_worker(self, command: Spawn, words: Words) -> NoReturn:
         """Runs in the child only, and never returns into the server's loop."""
         code: int = 1
         try:
@@ -285,6 +291,9 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
             _set_name(f"dtorch-worker{command.worker}")
             os.environ.update(command.env)
+            words.note_here()
+            for others in self._words.values():
+                others.close()
             gc.enable()
             assert self._entry is not None
             self._entry(command.args)
@@ -322,10 +331,13 @@ class ForkServer:
             _kill_group(pid, leader=False)
             os.waitpid(pid, 0)
             del self._pids[worker]
+            words = self._words.pop(worker)
+            last = words.last()
+            words.close()
             if ended.si_code == os.CLD_EXITED:
-                self._report(Exited(worker, pid, code=ended.si_status))
+                self._report(Exited(worker, pid, code=ended.si_status, words=last if ended.si_status else ""))
             else:
-                self._report(Exited(worker, pid, signal=ended.si_status))
+                self._report(Exited(worker, pid, signal=ended.si_status, words=last))
 
     def _destroy(self) -> None:
         """Kill and reap every worker."""

@@ -21,6 +21,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from dtorch.runtime import inherit
+from dtorch.runtime.events import PRINTED
 from dtorch.runtime.forkserver import Command, Config, Exited, Failed, Kill, Report, Spawn, Spawned, Stop, remove_folder
 from dtorch.transport.errors import ConnectionLostError, SessionClosedError
 
@@ -282,8 +283,9 @@ class LocalLauncher:
         match report:
             case Spawned(worker, pid):
                 self._pids[worker] = pid
-            case Exited(worker, _, code, number, error):
-                self._ended(worker, f"could not be started: {error}" if error else _how(code, number))
+            case Exited(worker, _, code, number, error, words):
+                printed = f"{PRINTED}{words}" if words else ""
+                self._ended(worker, f"could not be started: {error}" if error else _how(code, number) + printed)
             case Failed(text):
                 self._failure = text  # the end of file follows
             case _:
