@@ -32,7 +32,8 @@ class Loss:
 
     Attributes:
         workers: number -> how it ended.
-        silent_s: how long a worker that was found out by its silence had been silent; None: its end was reported at once.
+        silent_s: how long a worker that was found out by its silence had been silent; None: its end was reported at once. On
+            a head, of any worker.
         noticed_at: when the loss was known, on the clock of ``time.monotonic``.
         halted_s: from then until all workers went on. What was under way is done by then.
         recomputed_ops: calls that ran a second time.

@@ -113,11 +113,10 @@ class Cluster:
 
     def process(self, devices: str = "cpu:1", *words: str) -> subprocess.Popen[bytes]:
         """Start a worker in a process of its own and wait until it has joined. Killed at the end."""
-        before = len(self.head.workers)
         command = [sys.executable, "-m", "dtorch", "worker", "--head", self.head.url, "--devices", devices, *words]
         made = subprocess.Popen(command, env={**os.environ, "DTORCH_API_KEY": self.worker_key}, stdout=subprocess.DEVNULL)
         self._processes.append(made)
-        self.until(lambda: len(self.head.workers) > before)
+        self.until(lambda: any(end.pid == made.pid for end in self.head.workers.values()))
         return made
 
     def process_of(self, session: Session, device: int) -> subprocess.Popen[bytes]:

@@ -250,6 +250,7 @@ def test_what_is_not_remembered_is_lost_by_name_and_the_session_goes_on(tmp_path
             home.process_of(session, 0).send_signal(signal.SIGSTOP)
             assert torch.equal((x - y).to_torch(), data - coming)
             assert dtorch.statistics().lost_workers == 3
+            assert all(loss.silent_s is not None for loss in session.elastic.losses)
         session.close()
         repeated = home.do(lambda: home.head.meter.ledger.tenants["ann"].repeated_ops)
         told = home.do(lambda: metrics(home.head)).decode()

@@ -433,10 +433,10 @@ class Head:
         self._vigil.left(end.number)
         self.workers.pop(end.number, None)
         self.pool.remove(end.number)
-        self.meter.gone(end.number, end.member.name, reason, asked=end.asked)
+        silent_s = self.meter.gone(end.number, end.member.name, reason, asked=end.asked)
         self.audit.note("worker left", worker=end.member.name, reason=reason)
         for tenancy in list(self.sessions.values()):
-            tenancy.worker_gone(end.number, reason)
+            tenancy.worker_gone(end.number, reason, silent_s)
         self._tell_devices()
         await end.link.close(reason)  # last, as it waits for a peer that may not answer
 

@@ -222,19 +222,20 @@ class Meter:
         known.size_bytes += sent.size_bytes
         known.last_step = entry.totals.num_steps
 
-    def gone(self, worker: int, name: str, reason: str, asked: bool) -> None:
-        """A worker is gone; ``asked``: it left, or was told to."""
+    def gone(self, worker: int, name: str, reason: str, asked: bool) -> float | None:
+        """A worker is gone; ``asked``: it left, or was told to. Otherwise the answer is for how many seconds it was silent."""
         now = self.now()
         load = self.loads.pop(worker, None)
         self.ledger.lose(now, worker)
         if asked:
-            return
+            return None
         silent = now - load.heard if load is not None else 0.0
         self.num_lost += 1
         self.lost.append(name)
         self.detection_s += silent
         self.detection_counts[sum(silent > bound for bound in DETECTION_BUCKETS_S)] += 1
         self._trouble("worker", reason, worker=name, silent_s=round(silent, 3))
+        return silent
 
     # ---- time
 

@@ -148,6 +148,7 @@ class Tenancy:
         self._lacking: asyncio.TimerHandle | None = None  # then: the end of the wait for another worker
         self._ready = asyncio.Event()  # the session goes on
         self._halted_at: float | None = None
+        self._silent_s: float | None = None  # of the last worker that was lost
         self._uploads = Uploads()
         self._opened_on: set[int] = set()  # workers that know of the session
         self._running: dict[int, int] = {}  # batch -> bytes of its frame
@@ -365,12 +366,17 @@ class Tenancy:
                 self._home.meter.fetched(self.number, sum(len(p.data or b"") for v in message.values for p in v.pieces))
         self._handle_safely(Received(worker.number, message))
 
-    def worker_gone(self, number: int, reason: str) -> None:
-        """A worker of the pool is gone for good, for this session at least."""
+    def worker_gone(self, number: int, reason: str, silent_s: float | None = None) -> None:
+        """A worker of the pool is gone for good, for this session at least.
+
+        Args:
+            silent_s: from its last sign of life until it counted as lost; None where it said that it leaves.
+        """
         if self.over:
             return
         if number in self._opened_on:
             self._gone[number] = reason
+            self._silent_s = silent_s
         self.find_places()
 
     def find_places(self) -> None:
@@ -522,9 +528,11 @@ class Tenancy:
         halted_s = now - (self._halted_at or now)
         self._halted_at = None
         self._home.meter.repeated(self.number, regained.recomputed_ops)
+        silent_s = self._silent_s if regained.lost else None
         self.send(
             cluster.Regained(
-                regained.lost, regained.moved, regained.recomputed_ops, regained.copied_bytes, halted_s, regained.tickets
+                regained.lost, regained.moved, regained.recomputed_ops, regained.copied_bytes, halted_s, regained.tickets,
+                silent_s,
             )
         )
 

@@ -188,7 +188,7 @@ class Regained(msgspec.Struct, frozen=True, tag="regained", omit_defaults=True):
     copied_bytes: int
     halted_s: float  # for which the workers stood still
     tickets: tuple[int, ...] = ()  # of the moves that the client asked for
-    silent_s: float | None = None  # of a worker that was given up for its silence
+    silent_s: float | None = None  # from the last sign of life of a lost worker until it counted as lost
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
