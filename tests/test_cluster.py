@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from _cluster import Cluster, cluster
 
 import dtorch
 from dtorch.cli import main
+from dtorch.cluster.streams import SessionStreams
 from dtorch.runtime.shares import BURST_S
 from dtorch.session import Session, using
 from dtorch.transport.errors import AuthError, ConnectionLostError, MeshError, QuotaError, SessionClosedError
@@ -60,6 +61,25 @@ def test_large_partial_values_come_in_pieces(session: Session) -> None:
     assert total.placements[0].is_partial()
     torch.testing.assert_close(total.to_torch(), data.sum(0))
     assert [tuple(piece.shape) for piece in total.to_shards()] == [(40_000,)] * 4
+
+
+def test_workers_get_their_own_slices_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    came: dict[int, int] = {}  # streams of one worker -> bytes
+    used = SessionStreams.take
+
+    def take(self: SessionStreams, stream: int, size_bytes: int) -> Any:
+        found = used(self, stream, size_bytes)
+        came[id(self)] = came.get(id(self), 0) + (found.numel() if isinstance(found, torch.Tensor) else 0)
+        return found
+
+    monkeypatch.setattr(SessionStreams, "take", take)
+    data = torch.randn(1000, 1004)
+    for dim in (0, 1):
+        assert torch.equal(put(data, 4, dim).to_torch(), data)
+    assert sorted(came.values()) == [data.nbytes, data.nbytes]  # half of each of the two
+    x = dtorch.Tensor(data, device_mesh=dtorch.DeviceMesh("cpu", [0, 1, 2, 3]))
+    assert all(torch.equal(piece, data) for piece in x.to_shards())
+    assert sorted(came.values()) == [2 * data.nbytes, 2 * data.nbytes]  # once a worker, for two devices
 
 
 def test_an_op_that_fails_is_told_with_its_line(session: Session) -> None:

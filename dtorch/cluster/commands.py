@@ -88,8 +88,10 @@ def _add_head(commands: Any) -> None:
 
 
 def _head(chosen: argparse.Namespace) -> int:
-    from dtorch.cluster.head import Head, Options
+    from dtorch.cluster.head import HEAD_KEEPS_BYTES, Head, Options
+    from dtorch.runtime.pages import keep_pages
 
+    keep_pages(HEAD_KEEPS_BYTES)
     host, _, port = chosen.listen.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"--listen takes HOST:PORT, such as {DEFAULT_LISTEN}, not {chosen.listen!r}")

@@ -71,6 +71,8 @@ MAX_CALLS = 64 * 1024
 """Calls of a session that are remembered, to get over the loss of a worker."""
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 """Of the batches that they come in; equal ones count once."""
+HEAD_KEEPS_BYTES = 64 * 1024 * 1024
+"""Memory that a head's process keeps when it is free: parts that it passes on need no fresh pages then."""
 HANDSHAKE_S = 10.0
 TICK_S = 0.5
 STALL_S = 30.0

@@ -18,8 +18,11 @@ KEPT_BYTES = 512 * 1024 * 1024
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 
 
-def keep_pages() -> bool:
+def keep_pages(size_bytes: int = KEPT_BYTES) -> bool:
     """Let this process keep what it frees. To be called before it starts the thread that makes tensors.
+
+    Args:
+        size_bytes: so much at most.
 
     Returns:
         Whether the system's allocator took it: glibc's does.
@@ -28,7 +31,7 @@ def keep_pages() -> bool:
         return False
     libc = ctypes.CDLL(None)
     # One arena for all threads: those of further ones cannot hold blocks of more than 64 MiB.
-    wishes = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, KEPT_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES))
+    wishes = ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, size_bytes), (_TRIM_THRESHOLD, size_bytes))
     taken = [bool(libc.mallopt(name, value)) for name, value in wishes]
     logger.debug("mallopt took %s", taken)
     return all(taken)
