@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dtorch
+from dtorch.cluster.head import STALL_S
 from dtorch.cluster.keys import Key
 from dtorch.cluster.member import WorkerEnd
 from dtorch.cluster.meter import Meter
@@ -377,7 +378,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(home: Cluster) 
         home.do(lambda: tenancy.send(said.Devices({})))
         now = home.do(lambda: asyncio.get_running_loop().time())
         home.do(lambda: home.head._end_stalled(tenancy, now))
-        home.do(lambda: home.head._end_stalled(tenancy, now + 31.0))
+        home.do(lambda: home.head._end_stalled(tenancy, now + STALL_S + 1.0))
         assert "read nothing" in tenancy.over
     finally:
         release.set()

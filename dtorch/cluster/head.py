@@ -75,8 +75,9 @@ HEAD_KEEPS_BYTES = 64 * 1024 * 1024
 """Memory that a head's process keeps when it is free: parts that it passes on need no fresh pages then."""
 HANDSHAKE_S = 10.0
 TICK_S = 0.5
-STALL_S = 30.0
-"""A client that acknowledges nothing for so long while bytes wait for it does not read, and is cut off."""
+STALL_S = 300.0
+"""A client that acknowledges nothing for so long while bytes wait for it does not read, and is cut off. It may be busy: a call
+that keeps its interpreter's lock keeps it from reading. What waits for it meanwhile is bounded."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

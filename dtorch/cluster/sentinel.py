@@ -45,7 +45,7 @@ class Sentinel:
     """
 
     def __init__(self, host: str, port: int, key: str, has_tls: bool = False, ca_file: str = "") -> None:
-        self._target = {"host": host, "port": port, "key": key, "has_tls": has_tls, "ca_file": ca_file}
+        self._target = {"pid": os.getpid(), "host": host, "port": port, "key": key, "has_tls": has_tls, "ca_file": ca_file}
         self._ticket = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -56,13 +56,13 @@ class Sentinel:
 
     def follow(self, ticket: str) -> None:
         """Tell the head of the worker with this ticket from now on."""
-        self._ticket = ticket
         self.look()
+        self._ticket = ticket
         self._order()
 
     def look(self) -> None:
         """Start the process, if it is not there (any more). The worker does without where none can be started."""
-        if not self._ticket or (self._process is not None and self._process.poll() is None):
+        if self._process is not None and self._process.poll() is None:
             return
         self._drop()
         with contextlib.suppress(OSError):
@@ -70,7 +70,8 @@ class Sentinel:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
             )
-            self._order()
+            if self._ticket:
+                self._order()
 
     def _order(self) -> None:
         self._write(json.dumps({**self._target, "ticket": self._ticket}).encode() + b"\n")
@@ -107,6 +108,7 @@ class _Beats:
 
     def __init__(self, order: dict[str, object]) -> None:
         self._order = order
+        self.pid = int(str(order["pid"]))
         self.socket: socket.socket | None = None
         self._retry_at = self._begun = 0.0
         self._pause_s = FIRST_RETRY_S
@@ -182,7 +184,7 @@ def state_of(pid: int) -> str:
 
 
 def _has_ended(parent: int) -> bool:
-    """Whether the process ends within a moment: its end of a pipe is closed."""
+    """Whether the parent process ends within a moment: its end of a pipe is closed."""
     until = time.monotonic() + ENDING_S
     while time.monotonic() < until:
         if os.getppid() != parent or state_of(parent) in "ZX":
@@ -192,8 +194,8 @@ def _has_ended(parent: int) -> bool:
 
 
 def main() -> None:
-    """Attend the parent process until it says "stop" or ends."""
-    parent, said = os.getppid(), b""
+    """Attend the process that says so until it says "stop" or ends."""
+    said = b""
     with contextlib.suppress(OSError):  # to be on time on a machine that is overloaded; few may
         os.nice(-10)
     beats: _Beats | None = None
@@ -201,20 +203,19 @@ def main() -> None:
         files: list[int | socket.socket] = [0]
         if beats is not None:
             beats.connect()
-            beats.send(state_of(parent))
+            beats.send(state_of(beats.pid))
             if beats.socket is not None:
                 files.append(beats.socket)
         ready = select.select(files, (), (), INTERVAL_S)[0]
         if beats is not None and beats.socket in ready:
             beats.hear()
-        if 0 not in ready:
-            continue
-        data = os.read(0, 1 << 16)
-        if not data:
-            if beats is not None and _has_ended(parent):
+        data = os.read(0, 1 << 16) if 0 in ready else None
+        if data == b"" or (beats is not None and os.getppid() != beats.pid):
+            if beats is not None and _has_ended(beats.pid):
+                beats.connect()
                 beats.send(ENDED)
             return
-        *lines, said = (said + data).split(b"\n")
+        *lines, said = (said + (data or b"")).split(b"\n")
         for line in lines:
             if beats is not None:
                 beats.close()

@@ -166,6 +166,8 @@ class PoolWorker:
             AuthError: the head does not accept the key.
             ProtocolError: the head refused this worker.
         """
+        if self._sentinel is not None:
+            self._sentinel.look()  # it starts while this worker joins
         try:
             await self._run()
         finally:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import Any
 
 import msgspec
 import torch
+from own_head import own_head
 from report import Row, add_json_option, print_machine, print_table, table_output, write_json
 from timing import HERE, Samples
 
@@ -207,35 +206,12 @@ def call(_: argparse.Namespace) -> list[Row]:
 
 
 def _through_a_head() -> Samples:
-    from dtorch.cluster.keys import KeyFile
-
-    with tempfile.TemporaryDirectory() as folder:
-        keys = KeyFile(Path(folder, "keys.json"))
-        client, worker = keys.create("benchmark")[1], keys.create("pool", "worker")[1]
-        dt = [sys.executable, "-m", "dtorch"]
-        command = [*dt, "head", "--listen", "127.0.0.1:0", "--keys", str(keys.path)]
-        head = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        processes = [head]
-        try:
-            assert head.stdout is not None
-            url = head.stdout.readline().split()[2].rstrip(",")
-            environment = {**os.environ, "DTORCH_API_KEY": worker}
-            processes.append(
-                subprocess.Popen([*dt, "worker", "--head", url], env=environment, stdout=subprocess.PIPE, text=True)
-            )
-            said = processes[1].stdout
-            assert said is not None
-            said.readline()
-            dtorch.connect(url, client)
-            x = dtorch.Tensor(torch.ones(4, 4), device_mesh=dtorch.DeviceMesh("cpu", [0]))
-            found = _times(lambda: (x + 1).sum().item())
-            dtorch.shutdown()
-        finally:
-            for process in reversed(processes):
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+    with own_head() as home:
+        home.worker()
+        dtorch.connect(home.url, home.key)
+        x = dtorch.Tensor(torch.ones(4, 4), device_mesh=dtorch.DeviceMesh("cpu", [0]))
+        found = _times(lambda: (x + 1).sum().item())
+        dtorch.shutdown()
     return found
 
 
