@@ -35,8 +35,9 @@ KERNELS_DIFFER = frozenset(
 """Functions for which torch has several kernels, chosen by shape, that treat NaN differently. So have orthogonal polynomials,
 whose degree is made a whole number, which NaN has none of."""
 
-OVERWRITING = frozenset({"max_unpool1d", "max_unpool2d", "max_unpool3d"})
-"""Functions that write several values to one place, in no promised order; only in the data as given are these equal."""
+OVERWRITING = {"max_unpool1d": 1, "max_unpool2d": 2, "max_unpool3d": 3}
+"""Functions that may write several values to one place, in no promised order -> dims of a plane. Where an index stands twice in
+a plane, only the data as given are tried: in these the values for one place are equal."""
 
 CHOICES = frozenset({"topk"})
 """Functions that may point at any of equal values."""
@@ -123,12 +124,18 @@ def variants(case: Case) -> Iterator[tuple[str, list[torch.Tensor]]]:
     spared = "linalg" in case.op.name or "_polynomial_" in name or name in LAPACK | KERNELS_DIFFER
     floats = any(t.is_floating_point() for t in tensors) and not spared
     yield "the data as given", list(tensors)
-    if name in OVERWRITING:
-        return
-    yield "mixed signs", [_mixed(t) for t in tensors]
-    yield "ties", [_tied(t) for t in tensors]
+    others = {"mixed signs": [_mixed(t) for t in tensors], "ties": [_tied(t) for t in tensors]}
     if floats:
-        yield "NaN", [_with_nan(t, float("nan")) for t in tensors]
+        others["NaN"] = [_with_nan(t, float("nan")) for t in tensors]
+    for what, made in others.items():
+        if name not in OVERWRITING or not _stands_twice(made[1], OVERWRITING[name]):
+            yield what, made
+
+
+def _stands_twice(index: torch.Tensor, num_dims: int) -> bool:
+    """Whether a plane, the last dims of ``index``, names one place twice."""
+    planes = index.flatten(index.ndim - num_dims).sort().values
+    return bool((planes[..., 1:] == planes[..., :-1]).any())
 
 
 def _mixed(t: torch.Tensor) -> torch.Tensor:
