@@ -23,6 +23,7 @@ from dtorch.runtime.controller import (
     Kill,
     Migrating,
     Received,
+    Regained,
     Send,
     Start,
     Submitted,
@@ -33,7 +34,7 @@ from dtorch.runtime.turns import Turns
 from dtorch.transport.cluster import Part
 from dtorch.transport.codec import decode_to_pool_worker, encode
 from dtorch.transport.errors import ProtocolError, QuotaError, WorkerLostError
-from dtorch.transport.messages import AskHeld, Define, Done, MeshInfo, Redo, Regroup, Resume, StreamBlob
+from dtorch.transport.messages import AskHeld, Define, Done, Held, MeshInfo, Redo, Regroup, Resume, StreamBlob
 
 MESH = MeshInfo(1, "cpu", (2,), (0, 1))
 Spots = dict[int, tuple[int, tuple[str, int]]]
@@ -144,6 +145,23 @@ def test_a_worker_that_is_left_is_told_nothing_more_and_nobody_waits_for_it() ->
     machine.handle(Received(4, Done(1, 2, 0)))
     assert machine.handle(Received(9, Done(1, 2, 0))) in ([Finished(2)], [])
     assert machine.handle(Exited(5, "it was drained")) == []
+
+
+def test_a_device_may_move_to_other_hardware_of_its_worker() -> None:
+    spots: Spots = {0: (4, ("cpu", 0)), 1: (4, ("cpu", 1))}
+    machine = session(spots)
+    spots[1] = (4, ("cuda", 0))
+    machine.handle(Migrating(3, ()))
+    here, there = held(4, 0, 1, 0).message, held(4, 1, 1, 0).message
+    assert isinstance(here, Held)
+    assert isinstance(there, Held)
+    out = machine.handle(Received(4, msgspec.structs.replace(here, places=(*here.places, *there.places))))
+    define, regroup, resume = sent(out, 4)
+    assert define.meshes[0].backing == ("", "cuda:0")
+    assert [(c.slot, c.source, c.source_worker, c.target, c.target_worker) for c in regroup.copies] == [(0, 1, 4, 1, 4)]
+    assert [final.copied for final in resume.finals] == [(), ((0, regroup.copies[0].leaf),)]
+    (regained,) = of(machine.handle(resumed(4)), Regained)
+    assert (regained.moved, regained.tickets) == ((("cpu", 1),), (3,))
 
 
 # ---- streams

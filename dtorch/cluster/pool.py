@@ -154,9 +154,6 @@ class Pool:
         before = placed[device]
         if onto is not None:
             after = placed[onto]
-            if after[0] == before[0] and after != before and after[1][0] != "cpu":
-                both = f"{device[0]}:{device[1]} and {onto[0]}:{onto[1]}"
-                raise MeshError(f"{both} are of one worker; devices move between workers")
         else:
             best = next(self._best(session, before[1][0], apart_from=before[0]), None)
             if best is None:

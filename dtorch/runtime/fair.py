@@ -97,7 +97,8 @@ class FairBinder(Binder):
     def number_of(self, index: int) -> tuple[str, int]:
         """Kind and number, as this worker counts them, of a hosted place."""
         place = self.places[index]
-        return place[0], self._locals.get(place, place[1])
+        moved = self._backing.get(place)
+        return place[0] if moved is None else moved.type, self._locals.get(place, place[1])
 
     def leads(self, definition: Definition) -> bool:
         """Whether this worker is the one that counts a call; it hosts the first device of the call's mesh."""

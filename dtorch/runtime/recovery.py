@@ -94,6 +94,7 @@ class Recovery:
         self._executed: dict[Place, Position] = {}  # places that were lost -> how far they had executed
         self._moves: dict[Place, int] = {}  # place -> the worker that it is to move to
         self._spots: dict[Place, Place] = {}  # place -> the device of the worker that it moves to, where others place devices
+        self._relocated: set[Place] = set()  # places that move to other hardware of their worker
         self._backing: dict[Place, str] = {}  # "kind:number" of what stands for a place that was moved
         self._tickets: list[int] = []
         self._states: dict[int, Generators] = {}  # batch -> where they stood when it began
@@ -242,12 +243,16 @@ class Recovery:
         controller = self._controller
         out: list[Instruction] = []
         self._moves.clear()
+        self._relocated.clear()
         for place, host in controller.hosts.items():
-            worker, device = controller.spot_of(place)
-            if worker == host:
+            worker, (kind, local) = controller.spot_of(place)
+            had = self._backing.get(place, f"{place[0]}:{controller.local_of(place)}")
+            if worker == host and had == f"{kind}:{local}":
                 continue
             self._moves[place] = worker
-            self._spots[place] = device
+            self._spots[place] = kind, local
+            if worker == host and (kind != "cpu" or not had.startswith("cpu:")):
+                self._relocated.add(place)
             started = controller.start_at(worker, place, fresh=self.active)
             if started and self.active:
                 self._fresh.add(worker)
@@ -394,6 +399,7 @@ class Recovery:
             self._backing[place] = f"{kind}:{local}"
             controller.settle(place, local)
         hosts = [controller.hosts[place] for place in places]
+        stays = [a == b and place not in self._relocated for place, a, b in zip(places, before, hosts, strict=True)]
         workers = controller.workers
         out: list[Instruction] = []
         if found.lost:
@@ -410,7 +416,7 @@ class Recovery:
         if not self._answers and self.lineage.seeds.seeds:
             for mark in self.lineage.seeds.marks(session):
                 out += controller.broadcast(encode(mark), fresh)
-        out += controller.broadcast(encode(self._regroup(found, places, before, hosts)), workers)
+        out += controller.broadcast(encode(self._regroup(found, places, before, hosts, stays)), workers)
         for part in found.parts:
             draws = found.stretch is not None and part.record.seq >= found.stretch
             marks = part.record.seeds.marks(session) if draws and part.record.seeds is not None else ()
@@ -431,7 +437,7 @@ class Recovery:
             out += controller.broadcast(encode(redo), workers)
         furthest = self._furthest()
         states = furthest.states if furthest is not None and found.stretch is None else None
-        finals = self._finals(found, before, hosts)
+        finals = self._finals(found, stays)
         out += controller.broadcast(encode(Resume(session, epoch, self._last_seq, finals, states)), workers)
         if self.lineage.pending is not None:  # whoever had halted has not heard of it
             for mark in self.lineage.pending.marks(session):
@@ -444,7 +450,7 @@ class Recovery:
             controller.running[seq] = set(workers)
         self._summary = Regained(
             tuple(self._reasons.items()),
-            tuple(place for place, a, b in zip(places, before, hosts, strict=True) if a != b or place in self._executed),
+            tuple(place for place, same in zip(places, stays, strict=True) if not same or place in self._executed),
             found.recomputed,
             0,
             tuple(self._tickets),
@@ -453,6 +459,7 @@ class Recovery:
         self._fresh.clear()
         self._moves.clear()
         self._spots.clear()
+        self._relocated.clear()
         self._tickets.clear()
         self.active = False
         waiting, self.held_back = self.held_back, []
@@ -479,25 +486,27 @@ class Recovery:
         used = {step.call[0] for part in found.parts for step in part.steps} - live.keys()
         return tuple(self.lineage.definitions[sig] for sig in sorted(used))
 
-    def _regroup(self, found: Rescue, places: list[Place], before: list[int], hosts: list[int]) -> Regroup:
+    def _regroup(
+        self, found: Rescue, places: list[Place], before: list[int], hosts: list[int], stays: list[bool]
+    ) -> Regroup:
         roots: list[tuple[int, ...]] = [()] * len(found.leaves)
         copies = []
         for leaf in found.leaves:
             roots[leaf.number] = tuple(
-                p for p, source in leaf.sources.items() if p == source and before[p] == hosts[p]
+                p for p, source in leaf.sources.items() if p == source and stays[p]
             )
             copies += [
                 Copy(leaf.number, leaf.slot, source, before[source], p, hosts[p])
                 for p, source in leaf.sources.items()
-                if p != source or before[p] != hosts[p]
+                if p != source or not stays[p]
             ]
         return Regroup(self._controller.session, self.epoch, tuple(places), tuple(hosts), tuple(roots), tuple(copies))
 
-    def _finals(self, found: Rescue, before: list[int], hosts: list[int]) -> tuple[PlaceFinal, ...]:
+    def _finals(self, found: Rescue, stays: list[bool]) -> tuple[PlaceFinal, ...]:
         finals = []
         for p, final in enumerate(found.finals):
             copied = tuple(
-                (slot, leaf) for slot, (leaf, source) in final.leaves.items() if source != p or before[p] != hosts[p]
+                (slot, leaf) for slot, (leaf, source) in final.leaves.items() if source != p or not stays[p]
             )
             finals.append(PlaceFinal(p, _bytes(final.live), _bytes(final.redone), copied, _bytes(final.lost)))
         return tuple(finals)
