@@ -30,8 +30,8 @@ def connect(
         sync: run op by op, for debugging; DTORCH_SYNC=1 sets the default.
 
     Raises:
-        AuthError: the head does not accept the key.
-        ConnectionLostError: there is no head, or its certificate is not trusted.
+        AuthError: the head does not accept the key, or its certificate is not trusted.
+        ConnectionLostError: there is no head.
         ProtocolError: it speaks another version, or is no head.
         QuotaError: the key has as many sessions as it may have.
         ValueError: no URL or key is given, or the URL names no head.

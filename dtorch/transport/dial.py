@@ -55,7 +55,7 @@ async def dial(
         past_aiohttp: the link will carry much, see ``wire.py``.
 
     Raises:
-        AuthError: the server does not know the token.
+        AuthError: the server does not know the token, or its certificate is not trusted.
         ConnectionLostError: no server there, or it went away.
         ProtocolError: the server refused the frame or speaks another protocol.
     """
@@ -86,6 +86,13 @@ async def dial(
         if error.status == 429:
             raise AuthError(f"{address} has refused too many keys from here and listens again in a minute") from error
         raise ProtocolError(f"{address} is no dtorch controller: HTTP status {error.status}") from error
+    except aiohttp.ClientConnectorCertificateError as error:
+        await session.close()
+        why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        raise AuthError(
+            f"the certificate of {address} is not trusted here: {why}. Name the authority that signed it: "
+            "ca_file=..., --ca FILE or DTORCH_CA_FILE"
+        ) from error
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
         await _drop(link, session)
         if isinstance(error, ConnectionLostError):
