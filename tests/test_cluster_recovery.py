@@ -14,6 +14,7 @@ from _cluster import Cluster, cluster
 import dtorch
 from dtorch import DeviceMesh, Replicate, Shard
 from dtorch.cli import main
+from dtorch.cluster import tenancy
 from dtorch.cluster.metrics import metrics
 from dtorch.session import Session, using
 
@@ -256,3 +257,32 @@ def test_what_is_not_remembered_is_lost_by_name_and_the_session_goes_on(tmp_path
         told = home.do(lambda: metrics(home.head)).decode()
         assert f"dtorch_recomputed_ops_total {repeated:.1f}" in told
         assert "dtorch_failure_detection_seconds_count 3.0" in told
+
+
+def test_two_workers_that_do_not_reach_each_other_are_used_apart(home: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenancy, "SUSPECT_S", 0.05)
+    for _ in range(2):
+        home.worker("cpu:1")
+    session, other = home.session(home.key("ann")), home.session(home.key("ben"))
+    data = torch.arange(6.0)
+    with using(other):
+        theirs = dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])
+        assert torch.equal(theirs.redistribute([Replicate()]).to_torch(), data)
+    with using(session):
+        x = dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])
+        assert torch.equal(x.redistribute([Replicate()]).to_torch(), data)
+        home.worker("cpu:1")
+        for worker in home.workers[:2]:
+            home.do(worker._lodgers[session.number]._groups[0].abort)
+        assert torch.equal((x + 1).redistribute([Replicate()]).to_torch(), data + 1)
+        dtorch.synchronize()  # behind it, the loss is told
+        (loss,) = session.elastic.losses
+        (shunned,) = loss.workers
+        hosts = home.do(lambda: {worker for worker, _ in home.head.pool.devices_of(session.number).values()})
+        assert hosts == {1, 2, 3} - {shunned}
+    with using(other):  # which gets on with all of them
+        assert torch.equal((theirs + 1).redistribute([Replicate()]).to_torch(), data + 1)
+        assert not other.elastic.losses
+    assert len(home.head.workers) == 3
+    for each in (session, other):
+        each.close()
