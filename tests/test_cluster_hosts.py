@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from _cluster import cluster
+from _cluster import Cluster, cluster
 
 import dtorch
 from dtorch.session import using
@@ -22,6 +23,7 @@ from dtorch.session import using
 class Host(NamedTuple):
     enter: list[str]  # what to put before a command
     address: str
+    wire: str = ""  # the interface by which this machine reaches it
 
 
 class Hosts(NamedTuple):
@@ -54,7 +56,9 @@ def hosts() -> Iterator[Hosts]:
                 _ip("-n", space, "addr", "add", f"{net}.{number + 2}/24", "dev", "eth0")
                 _ip("-n", space, "link", "set", "eth0", "up")
                 _ip("-n", space, "link", "set", "lo", "up")
-            made = [Host(["ip", "netns", "exec", space], f"{net}.{n + 2}") for n, space in enumerate(spaces)]
+            made = [
+                Host(["ip", "netns", "exec", space], f"{net}.{n + 2}", f"{tag}v{n}") for n, space in enumerate(spaces)
+            ]
             found = Hosts(f"{net}.1", made)
         except (OSError, subprocess.CalledProcessError):
             found = Hosts("127.0.0.1", [Host([], f"127.0.0.{number + 2}") for number in range(NUM)])
@@ -65,20 +69,23 @@ def hosts() -> Iterator[Hosts]:
         subprocess.run(["ip", "link", "del", f"{tag}b"], check=False, capture_output=True)
 
 
+def start(home: Cluster, host: Host) -> subprocess.Popen[bytes]:
+    """A worker on a host."""
+    arguments = ["--head", home.head.url, "--devices", "cpu:1", "--name", host.address]
+    if not host.enter:
+        arguments += ["--address", host.address]
+    return subprocess.Popen(
+        [*host.enter, sys.executable, "-m", "dtorch", "worker", *arguments],
+        env={**os.environ, "DTORCH_API_KEY": home.worker_key},
+    )
+
+
 def test_workers_on_several_hosts_form_groups_of_any_kind(hosts: Hosts, tmp_path: Path) -> None:
     with cluster(tmp_path, host=hosts.head) as home:
         processes = []
         try:
             for host in hosts.hosts:
-                arguments = ["--head", home.head.url, "--devices", "cpu:1", "--name", host.address]
-                if not host.enter:
-                    arguments += ["--address", host.address]
-                processes.append(
-                    subprocess.Popen(
-                        [*host.enter, sys.executable, "-m", "dtorch", "worker", *arguments],
-                        env={**os.environ, "DTORCH_API_KEY": home.worker_key},
-                    )
-                )
+                processes.append(start(home, host))
             home.run(asyncio.wait_for(home._until(lambda: len(home.head.workers) == NUM), 120.0))
             if hosts.hosts[0].enter:
                 assert {end.address for end in home.head.workers.values()} == {host.address for host in hosts.hosts}
@@ -106,3 +113,24 @@ def test_workers_on_several_hosts_form_groups_of_any_kind(hosts: Hosts, tmp_path
                 process.terminate()
             codes = [process.wait(30) for process in processes]
         assert codes == [0] * NUM
+
+
+def test_a_worker_that_is_cut_off_is_given_up_and_joins_anew_when_it_is_back(hosts: Hosts, tmp_path: Path) -> None:
+    host = hosts.hosts[0]
+    if not host.wire:
+        pytest.skip("this machine makes no network namespaces")
+    with cluster(tmp_path, host=hosts.head) as home:
+        process = start(home, host)
+        try:
+            home.run(asyncio.wait_for(home._until(lambda: len(home.head.workers) == 1), 120.0))
+            _ip("link", "set", host.wire, "down")
+            home.until(lambda: not home.head.workers)
+            # By its silence, or by its connections if this machine was held up meanwhile: no more is sure.
+            assert re.search("does not answer any more|did not come back", home.audit()[-1]["reason"])
+            _ip("link", "set", host.wire, "up")
+            home.until(lambda: list(home.head.workers) == [2])
+            reasons = [event["reason"] for event in home.audit() if event["event"] == "refused"]
+            assert reasons == ["this worker was given up"]  # it was told
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
