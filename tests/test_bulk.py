@@ -224,10 +224,19 @@ def test_what_others_read_too_is_copied_as_it_is_written() -> None:
     assert one is not None
     assert two is not None
     assert one.numel() == MIB + 100
+    name, whole = lease.blob.fd, lease.tensor
     one[: MIB // 2] = 7
     two.fill_(9)
-    assert int(lease.tensor.sum()) == MIB + 100
+    assert int(whole.sum()) == MIB + 100
     assert one[MIB // 2 - 1 : MIB // 2 + 1].tolist() == [7, 1]
+    del lease, whole, two
+    gc.collect()
+    kept = [pool.lease(MIB + 100) for _ in range(2)]
+    assert name not in {other.blob.fd for other in kept}  # it is locked as long as it is mapped
+    del one
+    gc.collect()
+    kept += [pool.lease(MIB + 100) for _ in range(2)]
+    assert name in {other.blob.fd for other in kept}
     pool.close()
 
 

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +39,8 @@ _NAME = "dtorch"
 _PAGE = mmap.PAGESIZE
 _MAX_OPEN_MAPPINGS = 16
 _MIN_SEGMENT_BYTES = 64 * 1024
-_MAX_IDLE_SEGMENTS = 256
-_MAX_ADOPTED = 256
+_MAX_IDLE_SEGMENTS = 128  # each takes two descriptors
+_MAX_ADOPTED = 128
 _ALIGN = 64
 OWN_SEGMENT_BYTES = 1024 * 1024
 """Pieces of this size and more have segments of their own when several are leased at once."""
@@ -264,7 +264,8 @@ def open_blob(blob: SharedBlob, folder: Path | None = None, fill: bool = False) 
     return tensor
 
 
-_adopted: set[int] = set()  # lock descriptors of adopted blobs; added to by whoever adopts, discarded by finalizers
+_adopted: set[int] = set()  # numbers of adopted blobs; added to by whoever adopts, discarded by finalizers
+_adoptions = count(1)
 
 
 def adopt_blob(blob: SharedBlob, folder: Path | None = None) -> torch.Tensor | None:
@@ -298,17 +299,20 @@ def adopt_blob(blob: SharedBlob, folder: Path | None = None) -> torch.Tensor | N
         if isinstance(error, OSError):
             raise ConnectionLostError(f"segment {blob.fd} of process {blob.pid} cannot be adopted: {error}") from error
         raise
-    _adopted.add(lock)
-    weakref.finalize(view, _let_go, lock).atexit = False
+    number = next(_adoptions)
+    _adopted.add(number)
     tensor = torch.frombuffer(view, dtype=torch.uint8)
     if not blob.given:
+        os.close(lock)  # the private mapping keeps the file open, and with it the lock
         _populate(tensor, _POPULATE_READ)
+    weakref.finalize(view, _let_go, number, lock if blob.given else None).atexit = False
     return tensor
 
 
-def _let_go(lock: int) -> None:
-    _adopted.discard(lock)
-    os.close(lock)
+def _let_go(number: int, lock: int | None) -> None:
+    _adopted.discard(number)
+    if lock is not None:
+        os.close(lock)
 
 
 def _populate(tensor: torch.Tensor, advice: int) -> None:
