@@ -41,6 +41,7 @@ from dtorch.transport.errors import (
     SessionClosedError,
     WorkerLostError,
 )
+from dtorch.transport.groups import flat_bytes
 from dtorch.transport.messages import (
     Blob,
     Definition,
@@ -480,7 +481,7 @@ class Session:
 
 
 def _bytes(part: torch.Tensor) -> bytes:
-    return part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if part.numel() else b""
+    return flat_bytes(part).numpy().tobytes() if part.numel() else b""
 
 
 def _refresh(tensor: Tensor) -> None:

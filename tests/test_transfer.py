@@ -29,6 +29,7 @@ def test_values_strides_and_dtypes_arrive() -> None:
         torch.empty(0, 5, dtype=torch.float64),
         torch.randn(2, 3, dtype=torch.complex64),
         torch.randn(4, 1).expand(4, 3),
+        torch.arange(3.0)[1].expand(1),  # one element, of any stride
     ]
     got, _ = moved(*given)
     for before, after in zip(given, got, strict=True):

@@ -43,6 +43,12 @@ def test_devices_get_their_pieces(rows: int, placements: list[Any]) -> None:
     assert torch.equal(plain, before)
 
 
+def test_a_piece_of_one_element_comes_with_any_stride() -> None:
+    """As a diffusion model's time does: one number for a batch, expanded, and a device for each row."""
+    x = dtorch.Tensor(torch.tensor(7.0).expand(2), device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+    assert x.to_torch().tolist() == [7.0, 7.0]
+
+
 def test_pieces_of_devices_stay_apart() -> None:
     mesh = DeviceMesh("cpu", [0, 1, 2])
     parts = [torch.full((300, 1000), float(i)) for i in range(3)]

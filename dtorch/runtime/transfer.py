@@ -14,6 +14,7 @@ import torch
 
 from dtorch.runtime.template import dtype_name, dtype_of
 from dtorch.transport.errors import ProtocolError
+from dtorch.transport.groups import flat_bytes
 
 _ALIGN = 64  # bytes; what torch's allocator aligns to, on which the path that a kernel takes may depend
 
@@ -119,7 +120,7 @@ def pack(items: Sequence[Any]) -> tuple[Manifest, list[torch.Tensor]]:
         packed = sum(t.numel() * t.element_size() for t in tensors) < size
         memories.append(Memory(size, views, packed))
         if packed:
-            buffers += [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+            buffers += [flat_bytes(t) for t in tensors]
         else:
             whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
             buffers.append(whole.set_(tensors[0].untyped_storage(), first, (size,), (1,)))

@@ -15,6 +15,7 @@ from dtorch.runtime.kernels import Site, kernel
 from dtorch.runtime.layout import Box, box, coords, is_partial, numel
 from dtorch.runtime.safetensors import runs
 from dtorch.runtime.template import dtype_of
+from dtorch.transport.groups import flat_bytes
 from dtorch.transport.messages import Layout, MeshInfo
 
 MAPPED_BYTES = 4096
@@ -81,7 +82,7 @@ def read_box(
 
 def _bytes(contiguous: torch.Tensor) -> memoryview:
     """The memory of a tensor on the CPU."""
-    array: Any = contiguous.reshape(-1).view(torch.uint8).numpy()
+    array: Any = flat_bytes(contiguous).numpy()
     return memoryview(array)
 
 
