@@ -127,7 +127,7 @@ messages = st.one_of(
         Submit, sessions, ints, tuples, bodies, tuples, st.just(()), st.lists(fetches, max_size=2).map(tuple)
     ),
     st.builds(Part, sessions, ints, ints, st.binary(max_size=8).map(memoryview), small, ints),
-    st.builds(Seed, sessions, ints),
+    st.builds(Seed, sessions, st.none() | ints, ints, st.lists(ints, max_size=3).map(tuple)),
     st.builds(Forget, sessions, ints),
     st.builds(AskStatistics, sessions, ints, st.booleans(), st.booleans()),
 )
@@ -209,11 +209,20 @@ async def test_a_client_is_held_to_its_bounds(monkeypatch: pytest.MonkeyPatch) -
         (Reserve(1, 1, "cpu", tuple(range(5000))), "at most"),
         (Attach(1), "once"),
         (Seed(2, 1), "speaks for session 2"),
+        (Seed(1, None, 5), "stream 5 of random numbers was never seeded"),
     ):
         hostile, _ = home.session(1)
         with pytest.raises(ProtocolError, match=text):
             hostile._take(message, b"")
         hostile.end("x", "x")
+    monkeypatch.setattr("dtorch.cluster.tenancy.MAX_STREAMS", 3)
+    hostile, _ = home.session(1)
+    for number in range(6):  # a stream that has ended counts no more
+        hostile._take(Seed(1, 0, number, (number - 2,)), b"")
+    hostile._take(Seed(1, 0, 6), b"")
+    with pytest.raises(ProtocolError, match="more than 3 tasks have seeded"):
+        hostile._take(Seed(1, 0, 7), b"")
+    hostile.end("x", "x")
     monkeypatch.setattr("dtorch.cluster.tenancy.MAX_SAID", 3)
     hostile, _ = home.session(1)
     for number in range(3):

@@ -23,6 +23,7 @@ TO_WORKER: list[m.ToWorker] = [
     m.Batch(1, 9, (0,), b"\x92\x90\x90", (m.Blob(b"abc"), SHARED), (m.Fetch(5, 2, 0, (0, 1), SHARED, LAYOUT),)),
     m.Forget(1, 40),
     m.Seed(1, 2**62),
+    m.Seed(1, None, 3, (1, 2)),
     m.Allow(1, ("custom:package.module:function",)),
     m.AskStatistics(1, 2, True, False),
     m.StartTrace(1, 1000),

@@ -197,7 +197,7 @@ class Tenancy:
             case Define():
                 self._define(message, len(frame))
             case Seed() | Forget() | Allow() | StartTrace():
-                if isinstance(message, Seed) and len(self._controller.seeds.alive) >= MAX_STREAMS > len(message.ended):
+                if isinstance(message, Seed) and self._num_streams_with(message) > MAX_STREAMS:
                     raise ProtocolError(f"more than {MAX_STREAMS} tasks have seeded random numbers of their own")
                 before = self._controller.num_definitions
                 self._say(Sent(message))
@@ -219,6 +219,9 @@ class Tenancy:
                 raise ProtocolError("a client attaches once a connection")
             case _:
                 assert_never(message)
+
+    def _num_streams_with(self, seed: Seed) -> int:
+        return len(self._controller.seeds.alive.difference(seed.ended) | {seed.stream})
 
     def _say(self, event: Sent | Asked | AskedTrace) -> None:
         self._num_said += 1
