@@ -18,7 +18,7 @@ from aiohttp import web
 
 from dtorch.cluster.member import WorkerEnd
 from dtorch.cluster.sentinel import ENDED, TICKET_HEADER
-from dtorch.runtime.liveness import INTERVAL_S, Watch
+from dtorch.runtime.liveness import INTERVAL_S, STOPPED, Watch
 from dtorch.transport.cluster import Credit
 from dtorch.transport.patience import Awake
 
@@ -92,7 +92,8 @@ class Vigil:
                     self._lose(end, "its process has ended")
                     break
                 self._watch.attested(number, time.monotonic(), state, self._silent_s)
-                self._on_sign(number)
+                if state != STOPPED:
+                    self._on_sign(number)
         except (ConnectionError, aiohttp.ClientError) as error:
             logger.debug("worker %d is not attended any more: %s", number, error)
         finally:

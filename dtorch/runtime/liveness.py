@@ -31,7 +31,7 @@ PHI = 8.0
 
 _MEMORY = 0.05  # weight of the newest gap in mean and variance
 _LEAST_DEVIATION_S = 0.1
-_STOPPED = "T"  # by a signal; a debugger's stop, "t", is somebody's intention
+STOPPED = "T"  # by a signal; a debugger's stop, "t", is somebody's intention
 _UNSEEN_S = 4 * INTERVAL_S  # a process that nobody has looked at for so long may have run meanwhile
 
 
@@ -45,7 +45,7 @@ class _Peer:
     stopped: tuple[float, float] | None = None  # since when, and when that was seen last
 
     def note(self, now: float, state: str) -> None:
-        if state != _STOPPED:
+        if state != STOPPED:
             self.stopped = None
         elif self.stopped is None or now - self.stopped[1] > _UNSEEN_S:
             self.stopped = now, now
