@@ -418,10 +418,6 @@ def _attribute(func: Any, kind: str) -> Callable[..., Any]:
     return get
 
 
-def _number(tensor: TorchTensor, *args: Any) -> Any:
-    return tensor.item()
-
-
 def _copy(tensor: TorchTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> TorchTensor:
     return faced(tensor.native.clone() if dtype is None else tensor.native.to(dtype, copy=True))
 
@@ -431,8 +427,8 @@ def _again(tensor: TorchTensor, *args: Any) -> TorchTensor:
 
 
 _READS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._local_scalar_dense.default: _number,
-    torch.ops.aten.item.default: _number,
+    torch.ops.aten._local_scalar_dense.default: lambda tensor, *_: tensor.item(),
+    torch.ops.aten.item.default: lambda tensor, *_: tensor.item(),
     torch.ops.aten._to_copy.default: _copy,
     torch.ops.aten.clone.default: _copy,
     torch.ops.aten.detach.default: _again,
@@ -555,12 +551,15 @@ def _operator(op: Callable[..., Any], name: str) -> Callable[[TorchTensor, Any],
     return call
 
 
-def _getitem(self: TorchTensor, index: Any) -> Any:
-    made = sliced(self._native, index, _slice_slowly, _getframe(1))
-    return _run(METHODS["__getitem__"], (self, index), {}, _getframe(1)) if made is None else faced(made)
+def _getitem(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
+    """``x[index]``; no method of the class, which ``torch.tensor([x, y])`` would take for a sequence then."""
+    first, index = args
+    made = sliced(first._native, index, _slice_slowly, frame or _getframe(1)) if type(first) is TorchTensor else None
+    return _run(METHODS["__getitem__"], args, {}, frame) if made is None else faced(made)
 
 
 _slice_slowly = OPS["torch.Tensor.__getitem__"].ways.slowly_repairing
+_records[torch.Tensor.__getitem__] = _getitem
 
 
 def _to(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
@@ -570,8 +569,8 @@ def _to(self: TorchTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attach() -> None:
-    TorchTensor.__getitem__, TorchTensor.to = _getitem, _to  # type: ignore[method-assign,assignment]
-    taken = set(TorchTensor.__dict__)
+    TorchTensor.to = _to  # type: ignore[method-assign,assignment]
+    taken = {*TorchTensor.__dict__, "__getitem__"}
     for name, op in METHODS.items():
         if name not in taken and name not in ("size", "dim"):
             setattr(TorchTensor, name, (_operator if is_operator(name) else _op_method)(op, name))

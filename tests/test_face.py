@@ -312,3 +312,13 @@ def test_arrays_of_numpy_are_told_apart(x: Any) -> None:
     added = [np.full((4, 5), float(i), dtype=np.float32) for i in range(3)]
     assert torch.equal(x.native.addcmul(added[1], added[2]).to_torch(), A + 2)
     assert torch.equal(x.native.addcmul(added[0], added[2]).to_torch(), A)
+
+
+def test_a_list_of_numbers_on_a_mesh_is_made_a_tensor() -> None:
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    x = dtorch.TorchTensor(dtorch.tensor([[1.5, 2.0], [3.0, 4.0]], device_mesh=mesh))
+    assert torch.tensor([x[0, 0], 7.0, x.sum()]).tolist() == [1.5, 7.0, 10.5]
+    assert torch.tensor([[x.max(), 1.0], [2.0, x[1][0]]]).tolist() == [[4.0, 1.0], [2.0, 3.0]]
+    assert torch.equal(x[:, 1:].to_torch(), torch.tensor([[2.0], [4.0]]))
+    assert torch.equal(x[x > 2].to_torch(), torch.tensor([3.0, 4.0]))
+    assert torch.arange(3)[x[0].long() - 1].tolist() == [0, 1]
