@@ -87,9 +87,11 @@ def test_the_distributed_subset_of_the_suite_runs_on_it(up: Up) -> None:
     assert ran.stdout.count(".") > 50
 
 
-def test_an_actor_that_is_killed_is_started_again_by_ray_and_used_again(up: Up) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_an_actor_that_is_lost_is_started_again_by_ray_and_used_again(up: Up, sig: signal.Signals) -> None:
+    """Of one that is frozen Ray sees nothing: the head gives it up, and ``up`` has it killed."""
     before = up.workers()
-    os.kill(before[0]["pid"], signal.SIGKILL)
+    os.kill(before[0]["pid"], sig)
     assert up.wait_said("runs again").startswith(f"worker {before[0]['name']} ")
     after = up.workers()
     assert [worker["labels"] for worker in after] == [worker["labels"] for worker in before]  # the same places

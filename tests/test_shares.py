@@ -131,6 +131,35 @@ def waiting(turns: Turns, session: int) -> threading.Thread:
     return thread
 
 
+def test_backlogged_tenants_are_charged_the_time_that_they_had_the_turn() -> None:
+    """Virtual time, which only the one that has the turn spends: ops of 30 ms and of 1 ms, in equal shares."""
+    clock, until_ns = Clock(), 10 * 10**9
+    turns = Turns(now_ns=clock)
+    sizes_ns = {1: 30_000_000, 2: 1_000_000}
+
+    def work(session: int, size_ns: int) -> None:
+        turns.take(session)
+        while clock.now_ns < until_ns:
+            clock.now_ns += size_ns
+            turns.step(session)
+        turns.give(session)
+
+    for session in (*sizes_ns, 3):
+        turns.add(session, f"tenant {session}", 1.0, 0)
+    turns.take(3)  # until both wait
+    threads = [threading.Thread(target=work, args=item) for item in sizes_ns.items()]
+    for thread in threads:
+        thread.start()
+    while len(turns._gates) < len(sizes_ns):
+        os.sched_yield()
+    turns.give(3)
+    for thread in threads:
+        thread.join()
+    got = [turns.spent_ns(session) for session in sizes_ns]
+    assert sum(got) == clock.now_ns
+    assert 0.9 <= got[0] / got[1] <= 1.1
+
+
 def test_the_turn_changes_hands_when_a_slice_is_over() -> None:
     clock, changes = Clock(), []
     turns = Turns(lambda last, this: changes.append((last, this)), now_ns=clock)
