@@ -29,10 +29,12 @@ from report import Row, add_json_option, print_machine, print_table, table_outpu
 from timing import HERE, Samples
 
 import dtorch
+from dtorch.cluster.head import MAX_BATCH_BYTES, MAX_CALLS, Options
 from dtorch.cluster.meter import Meter
 from dtorch.cluster.pool import Pool
-from dtorch.cluster.tenancy import Batch
+from dtorch.cluster.submitted import Batch
 from dtorch.runtime.controller import Controller, Defined, Finished, Joined, Received, Send, Start, Submitted
+from dtorch.runtime.lineage import Bounds
 from dtorch.runtime.turns import Turns
 from dtorch.transport import codec
 from dtorch.transport.cluster import DeviceLoad, Load, Use
@@ -52,7 +54,8 @@ class Client:
 
     def __init__(self, number: int, num_workers: int) -> None:
         devices = tuple(range(num_workers))
-        self.controller = Controller(number, frozenset(), lambda _, device: (device + 1, 0))
+        bounds = Bounds(MAX_CALLS, MAX_BATCH_BYTES, Options().remember_bytes)
+        self.controller = Controller(number, frozenset(), lambda _, device: (device + 1, ("cpu", 0)), bounds)
         self.number, self.seq = number, 0
         layout = Layout(1, (num_workers, 4), "float32", (0,))
         add = Definition(1, "torch.add", "local", [["t", 0], ["t", 1]], {}, (layout, layout), (layout,))
