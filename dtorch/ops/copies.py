@@ -23,13 +23,13 @@ def _as_view(call: Call) -> list[Sig]:
 
 row(
     "diagonal_copy narrow_copy permute_copy slice_copy split_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy "
-    "unbind_copy unfold_copy unsqueeze_copy",
+    "unbind_copy unsqueeze_copy",
     _as_view,
     in_place=False,
     places="torch",
 )
 
-_VIEWS = "alias as_strided detach expand select view view_as_complex view_as_real"
+_VIEWS = "alias as_strided detach expand select unfold view view_as_complex view_as_real"
 """Those whose rules need to see the view itself."""
 
 
