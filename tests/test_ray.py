@@ -23,8 +23,8 @@ from dtorch.session import using
 HERE = Path(__file__).parent
 SUBSET = ("test_intro.py", "test_redistribute.py", "test_moe.py", "test_async.py")
 """Tests of the suite that run as they are with the workers of whatever head the environment names."""
-WITHOUT = "cuda or program or chains or from_shards_takes or travel or mixtral"
-"""These start workers of their own, for virtual GPUs for instance, or programs."""
+WITHOUT = "cuda or program or chains or from_shards_takes or travel or mixtral or workers_do_not"
+"""These start workers of their own, for virtual GPUs for instance, or programs, or stop processes of this machine."""
 
 
 @pytest.fixture(scope="module")
