@@ -69,16 +69,21 @@ class MemoryStats:
 
 
 def memory_stats(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> list[MemoryStats]:
-    """Memory of each device of the mesh (of all devices in use when left out), in the mesh's row-major order.
+    """Memory of each device in bytes: allocated, peak, reserved.
 
     Args:
+        device_mesh: its devices, in row-major order; all devices in use when left out.
         reset_peak: let ``peak`` start from what is allocated now.
+
+    Raises:
+        TypeError: it is no mesh.
+        MeshError: it names devices that do not exist here.
     """
     return _memory(device_mesh, _asked(device_mesh, reset_peak).result())
 
 
 async def memory_stats_async(device_mesh: DeviceMesh | None = None, *, reset_peak: bool = False) -> list[MemoryStats]:
-    """As ``memory_stats``, without blocking the event loop."""
+    """As ``memory_stats`` (``device_mesh``, ``reset_peak``), without blocking the event loop."""
     return _memory(device_mesh, await _asked(device_mesh, reset_peak))
 
 

@@ -53,13 +53,20 @@ def tensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> Tensor:
-    """``torch.tensor``: a distributed tensor with the values of ``data`` (list, array, torch or dtorch tensor).
+    """``torch.tensor``: a distributed tensor with the values of ``data``, a copy of them.
 
     Args:
-        device_mesh, placements: where it lives; Replicate() on the mesh in force by default.
+        data: numbers in nested lists, an array, a torch or a dtorch tensor; its shape is the result's.
+        dtype: of the result; inferred as torch does by default.
+        device: "cpu" or "cuda:1", in the place of a mesh of one device.
+        requires_grad: kept as torch does. There are no gradients yet.
+        device_mesh: where it lives; the mesh in force by default, else ``DeviceMesh("cpu", [0])``.
+        placements: one a mesh axis; Replicate() by default.
 
     Raises:
+        ValueError: both device and device_mesh are given.
         PlacementError: placements do not fit the mesh or the shape.
+        MeshError: the mesh names devices that do not exist here.
     """
     if isinstance(data, Tensor):
         moved = data
@@ -78,7 +85,12 @@ def tensor(
 
 
 def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None, **where: Any) -> Tensor:
-    """``torch.as_tensor``; a dtorch tensor of that dtype is returned as it is."""
+    """``torch.as_tensor``: as ``dtorch.tensor``, but a dtorch tensor of that dtype is returned as it is, if nothing moves it.
+
+    Args:
+        data, dtype, device: as for ``dtorch.tensor``.
+        where: ``device_mesh=`` and ``placements=``, as for ``dtorch.tensor``.
+    """
     if isinstance(data, Tensor) and not where and (dtype is None or dtype == data.dtype):
         return data
     if not isinstance(data, Tensor):
@@ -90,7 +102,15 @@ def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None, *
 def from_numpy(
     array: Any, *, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> Tensor:
-    """``torch.from_numpy``, but a copy: workers do not share the array's memory."""
+    """``torch.from_numpy``, but a copy: workers do not share the array's memory.
+
+    Args:
+        array: of numpy; its shape and dtype are the result's.
+        device_mesh, placements: where it lives, as for ``dtorch.tensor``.
+
+    Raises:
+        TypeError: it is no array, or of a dtype that torch does not have.
+    """
     with _plain():
         full = torch.from_numpy(array)
     return tensor(full, device_mesh=device_mesh, placements=placements)
@@ -103,6 +123,11 @@ def from_shards(
     placements: Sequence[Placement] | None = None,
 ) -> Tensor:
     """A tensor from per-device pieces in row-major mesh order; where it is Partial the pieces are summands.
+
+    Args:
+        shards: tensors or arrays, one a device, of one dtype and number of dims. Along a dim that is sharded their sizes
+            add up, and are those that torch.chunk gives; along others they are equal.
+        device_mesh, placements: where it lives, as for ``dtorch.tensor``.
 
     Raises:
         ValueError: the pieces do not fit together: their number, dtypes, or shapes under these placements.

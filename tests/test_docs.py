@@ -71,6 +71,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not missing, missing
 
 
+def test_public_functions_tell_of_each_of_their_arguments() -> None:
+    untold = {}
+    for name in dtorch.__all__:
+        made = getattr(dtorch, name)
+        if inspect.isfunction(made) and name not in FACTORIES and not made.__module__.startswith("dtorch.ops"):
+            arguments = set(inspect.signature(made).parameters) - {"args", "kwargs"}
+            untold[name] = {argument for argument in arguments if argument not in (made.__doc__ or "")}
+    assert not any(untold.values()), {name: found for name, found in untold.items() if found}
+
+
 def test_every_public_name_is_in_the_reference_with_a_docstring() -> None:
     """Ops have a page of their own; so do factories, which are torch's."""
     reference = (ROOT / "docs" / "reference.md").read_text()

@@ -30,6 +30,7 @@ def load_into(
     Args:
         path: as for ``load_safetensors``.
         strict: names must match exactly; for tied parameters one of their names will do.
+        progress: show a bar, in a terminal or notebook, if it takes a while.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``torch.nn.Module.load_state_dict`` returns them.

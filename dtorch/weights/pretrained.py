@@ -59,9 +59,11 @@ def from_pretrained(
 
     Args:
         directory: with ``config.json`` and safetensors; or a pipeline's, with ``model_index.json``.
+        device_mesh: where the parameters live.
         plan: as for ``dtorch.distribute``; for all models of a pipeline.
         model_class: a class, or its name in the library; the one that the config names by default.
         dtype: of the parameters; what the config says by default.
+        progress: show a bar, in a terminal or notebook, if it takes a while.
 
     Returns:
         The module as ``dtorch.distribute`` returns it, in eval mode; or the pipeline.

@@ -102,6 +102,7 @@ def load_safetensors(
     Args:
         path: a ``.safetensors`` file, an index (``*.index.json``), or a directory that holds one of the two. Where workers
             run on other hosts, it must be there under the same path.
+        device_mesh: where the tensors live.
         plan: ``{pattern: style}`` as for ``dtorch.distribute``, where a pattern matches names of tensors or what stands
             before their last dot; a list of placements will do in place of a style. "auto" goes by names and shapes. None
             replicates.

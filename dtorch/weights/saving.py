@@ -65,6 +65,7 @@ def save_safetensors(
         metadata: strings for the file's header; {"format": "pt"} is always there.
         max_shard_size: bytes, or such as "5GB". A larger checkpoint becomes several files and an index
             (``*.safetensors.index.json``).
+        progress: show a bar, in a terminal or notebook, if it takes a while.
 
     Returns:
         The file or index that was written.
