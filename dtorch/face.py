@@ -24,7 +24,7 @@ from dtorch import policy
 from dtorch.future import TensorFuture
 from dtorch.ops import _op
 from dtorch.ops._call import has_no_values
-from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator
+from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator, operator
 from dtorch.ops._nothing import nothing
 from dtorch.ops._op import Op
 from dtorch.ops._ways import LEADING, Way, find_way, put
@@ -538,19 +538,6 @@ def _forward_property(name: str, own: property) -> property:
     return property(get, put if own.fset is not None else None, doc=own.__doc__)
 
 
-def _operator(op: Callable[..., Any], name: str) -> Callable[[TorchTensor, Any], Any]:
-    def call(self: TorchTensor, other: Any) -> Any:
-        try:
-            return _run(op, (self, other), {}, _getframe(1))
-        except TypeError:
-            if isinstance(other, TENSORS):
-                raise
-            return NotImplemented
-
-    call.__name__ = call.__qualname__ = name
-    return call
-
-
 def _getitem(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
     """``x[index]``; no method of the class, which ``torch.tensor([x, y])`` would take for a sequence then."""
     first, index = args
@@ -573,7 +560,7 @@ def _attach() -> None:
     taken = {*TorchTensor.__dict__, "__getitem__"}
     for name, op in METHODS.items():
         if name not in taken and name not in ("size", "dim"):
-            setattr(TorchTensor, name, (_operator if is_operator(name) else _op_method)(op, name))
+            setattr(TorchTensor, name, operator(partial(_run, op), name) if is_operator(name) else _op_method(op, name))
             taken.add(name)
     for table in (_BINARY, _REVERSED, _UNARY):
         for name, target in table.items():
@@ -584,7 +571,7 @@ def _attach() -> None:
                 taken.add(f"__{name}__")
     for name, target in _IN_PLACE.items():
         if target in METHODS:
-            setattr(TorchTensor, f"__{name}__", _operator(METHODS[target], f"__{name}__"))
+            setattr(TorchTensor, f"__{name}__", operator(partial(_run, METHODS[target]), f"__{name}__"))
             taken.add(f"__{name}__")
     for name, value in Tensor.__dict__.items():
         if name in taken or name in _OWN or name == "_is_param":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from _cluster import Cluster, cluster
+from _decode import MESH, decode, same
 
 import dtorch
-from dtorch import DeviceMesh, Replicate, Shard
+from dtorch import Replicate, Shard
 from dtorch.cli import main
 from dtorch.cluster import tenancy
 from dtorch.cluster.metrics import metrics
@@ -21,7 +22,6 @@ from dtorch.session import Session, using
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
 
-MESH = DeviceMesh("cpu", [0, 1])
 
 
 @pytest.fixture
@@ -41,10 +41,6 @@ def session(home: Cluster) -> Iterator[Session]:
         home.process()
         yield made
     made.close()
-
-
-def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
 
 
 def test_the_lost_closure_and_nothing_more_runs_again_on_a_spare(session: Session, home: Cluster) -> None:
@@ -69,34 +65,6 @@ def test_the_lost_closure_and_nothing_more_runs_again_on_a_spare(session: Sessio
     assert stats.recomputed_ops == 6  # the upload and five additions
     assert stats.moved_bytes == data.nbytes
     assert home.do(lambda: home.head.pool.where(session.number, "cpu", 1)[0]) == 3
-
-
-def decode(harm: Callable[[int], None]) -> list[torch.Tensor]:
-    """A loop with all that makes trouble: a cache written through views, replicated state changed in place by what the
-    devices tell each other, random numbers, uploads in parts and in one, and values read in the middle."""
-    dtorch.manual_seed(3)
-    source = torch.Generator().manual_seed(1)
-    weights = dtorch.Tensor(torch.randn(8, 8, generator=source), device_mesh=MESH, placements=[Replicate()])
-    x = dtorch.Tensor(torch.randn(6, 8, generator=source), device_mesh=MESH, placements=[Shard(0)])
-    large = dtorch.Tensor(torch.randn(400, 400, generator=source), device_mesh=MESH, placements=[Shard(1)])
-    cache = dtorch.zeros(6, 12, 8, device_mesh=MESH, placements=[Shard(0)])
-    recent = cache[:, 4:8]
-    read = []
-    for step in range(10):
-        harm(step)
-        hidden = torch.tanh(torch.matmul(x, weights))
-        cache[:, step].copy_(hidden)
-        noise = dtorch.rand(6, 8, device_mesh=MESH, placements=[Shard(0)])
-        x = torch.nn.functional.dropout(hidden + recent.sum(1) * 0.1, 0.2, True) + noise
-        total = hidden.sum(0).redistribute([Replicate()])
-        weights.mul_(0.99)
-        weights[0].add_(total * 0.01)
-        columns = weights.redistribute([Shard(1)])  # each device cuts for itself
-        if step % 4 == 2:
-            read.append(total.to_torch())
-    recent.add_(1.0)
-    after = dtorch.rand(3, device_mesh=MESH)
-    return [*read, *(tensor.to_torch() for tensor in (x, cache, weights, columns, large, after))]
 
 
 def test_killed_workers_change_no_bit_and_harm_no_other_session(session: Session, home: Cluster) -> None:

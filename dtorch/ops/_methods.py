@@ -14,6 +14,8 @@ from dtorch.ops.table import METHODS, OPS, PUBLIC
 from dtorch.tensor import Tensor
 
 _new = object.__new__
+Run = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+"""Of arguments and the frame whose line is noted."""
 TENSORS = (torch.Tensor, Tensor)
 """Operands that are no other type's turn: what is wrong with one of them is said."""
 __tracebackhide__ = True  # as in _ways.py
@@ -83,22 +85,25 @@ def unary(op: Op) -> Callable[[Tensor], Any]:
     return call
 
 
-def operator(record: Callable[..., Any], name: str) -> Callable[[Any, Any], Any]:
-    """Any other operator of two: an operand that it cannot take is left to Python."""
-    op = record if isinstance(record, Op) else None
+def operator(run: Run, name: str, doc: str | None = None) -> Callable[[Any, Any], Any]:
+    """An operator of two, of either face, apart from the hot ones: an operand that it cannot take is left to Python."""
 
     def call(self: Any, other: Any) -> Any:
         __tracebackhide__ = True
         try:
-            return record(self, other) if op is None else op.record((self, other), {}, _getframe(1))
+            return run((self, other), {}, _getframe(1))
         except TypeError:
             if isinstance(other, TENSORS):
                 raise
             return NotImplemented
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = record.__doc__
+    call.__doc__ = doc
     return call
+
+
+def recording(record: Callable[..., Any]) -> Run:
+    return record.record if isinstance(record, Op) else lambda args, kwargs, frame: record(*args, **kwargs)
 
 
 def is_operator(name: str) -> bool:
@@ -124,7 +129,7 @@ def _attach() -> None:
     for name, record in METHODS.items():
         if name not in Tensor.__dict__ and name not in ("size", "dim"):
             if is_operator(name):
-                setattr(Tensor, name, operator(record, name))
+                setattr(Tensor, name, operator(recording(record), name, record.__doc__))
             else:
                 setattr(Tensor, name, record.function if isinstance(record, Op) else method(record, name))
     for name, target in _BINARY.items():
@@ -142,7 +147,7 @@ def _attach() -> None:
     for name, target in _IN_PLACE.items():
         found = METHODS.get(target)
         if found is not None:
-            setattr(Tensor, f"__{name}__", operator(found, f"__{name}__"))
+            setattr(Tensor, f"__{name}__", operator(recording(found), f"__{name}__", found.__doc__))
 
     def from_table(name: str) -> Callable[..., Any]:
         return PUBLIC[name]
@@ -166,7 +171,7 @@ def _attach() -> None:
         return from_table("matmul")(other, self)
 
     for made in (rsub, rtruediv, rpow, rfloordiv, rmod, rmatmul):
-        setattr(Tensor, f"__{made.__name__}__", operator(made, f"__{made.__name__}__"))
+        setattr(Tensor, f"__{made.__name__}__", operator(recording(made), f"__{made.__name__}__"))
 
 
 _attach()
