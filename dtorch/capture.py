@@ -169,7 +169,7 @@ class Compiled:
         sig.put(((sig.id, *slots, *ins), *source(_getframe(1))))
         if recorded.writes:
             _wrote(session)
-        if not outs:
+        if not outs or recorder.expects_after_put:
             recorder.after_put()
         return recorded.finish(outs, (args, kwargs))
 

@@ -254,7 +254,7 @@ class Factory:
         made = _new(Tensor)
         made._spec = sig.spec
         made._slot = slot
-        if recorder.is_sync:
+        if recorder.expects_after_put:
             recorder.after_put()
         if out is not None:
             return written(out, made)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -39,21 +39,22 @@ class _Watch:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._num_users = 0
-        self._before = session.recorder._sync
+        self._before: Callable[[], None] | None = None  # what the recorder would call without this
 
     def enter(self) -> None:
         recorder = self._session.recorder
         if recorder.is_capturing:
             raise RuntimeError("check_finite() cannot start inside a function that is being compiled; put it around")
         recorder.flush()
+        if not self._num_users:
+            self._before = recorder.follow(self.after_op)
         self._num_users += 1
-        recorder._sync = self.after_op
 
     def leave(self) -> bool:
         """Whether nobody is left."""
         self._num_users -= 1
         if self._num_users == 0:
-            self._session.recorder._sync = self._before
+            self._session.recorder.follow(self._before)
         return self._num_users == 0
 
     def after_op(self) -> None:

@@ -17,7 +17,7 @@ from dtorch.ops.table import resolve
 from dtorch.runtime.arrivals import Arrival, InMessage
 from dtorch.runtime.executor import Executor
 from dtorch.runtime.layout import pieces
-from dtorch.runtime.recorder import Outgoing
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.template import dtype_of
 from dtorch.spec import Spec
 from dtorch.transport.messages import Blob, Definition, MeshInfo

@@ -257,7 +257,7 @@ class Session:
                 self.recorder.flush()  # it may take a while: begin now
                 self.thread.wait_for_room()
         self.recorder.bound_uploads()
-        if self.recorder.is_sync:
+        if self.recorder.expects_after_put:
             self.recorder.after_put()
         made = _new(Tensor)
         made._spec = spec

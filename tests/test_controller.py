@@ -25,7 +25,7 @@ from dtorch.runtime.controller import (
     Submitted,
     Suspect,
 )
-from dtorch.runtime.recorder import Outgoing
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.transport.codec import decode_to_worker
 from dtorch.transport.errors import ProtocolError
 from dtorch.transport.messages import (

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.plan import decode_body
-from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, Outgoing, Recorder, locate
+from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, Recorder, locate
 from dtorch.runtime.signature import ONE, Signature
 from dtorch.runtime.slots import SlotPool
 from dtorch.transport.errors import SessionClosedError, WorkerLostError
@@ -207,6 +208,48 @@ def test_a_tick_in_the_middle_of_recording_waits_for_a_pause_while_workers_are_b
     assert len(client.outlet.batches) == 1
     client.recorder.tick()  # nothing came in between
     assert len(client.outlet.calls) == 3
+
+
+def first_after_a_pause(client: Client) -> int:
+    """As the paths that put a call have it when no slot was at hand."""
+    slot = client.call()
+    if client.recorder.expects_after_put:
+        client.recorder.after_put()
+    return slot
+
+
+def test_the_first_call_after_a_pause_leaves_at_once_and_the_rest_ends_where_it_would_have(client: Client) -> None:
+    first_after_a_pause(client)
+    assert len(client.outlet.calls) == 1
+    assert client.outlet.num_asked == 0  # no timer is needed for it
+    for _ in range(FIRST_BATCH):
+        client.call()
+    assert [len(decode_body(batch.body)[0]) for batch in client.outlet.batches] == [1, FIRST_BATCH - 1]
+
+
+def test_the_first_call_waits_for_more_while_workers_are_busy(client: Client) -> None:
+    first_after_a_pause(client)
+    client.recorder.flush()
+    first_after_a_pause(client)
+    assert len(client.outlet.calls) == 1
+    client.recorder.finished(1)
+    client.recorder.flush()
+    client.recorder.finished(2)
+    first_after_a_pause(client)
+    assert len(client.outlet.calls) == 3
+
+
+def test_a_loop_whose_first_calls_leave_at_once_meets_few_bodies(client: Client) -> None:
+    for _ in range(20):
+        slots = [first_after_a_pause(client), *(client.call() for _ in range(5))]
+        client.recorder.flush()
+        for slot in slots:
+            client.die(slot)
+        for batch in client.outlet.batches[-2:]:
+            client.recorder.finished(batch.seq)
+    bodies = [batch.body for batch in client.outlet.batches]
+    assert len(bodies) == 40
+    assert bodies[4:] == bodies[4:8] * 9  # what died in a step is announced with the next one's first call
 
 
 async def test_a_running_loop_flushes_at_its_next_tick(client: Client) -> None:

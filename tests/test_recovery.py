@@ -29,8 +29,8 @@ from dtorch.runtime.controller import (
     Suspect,
 )
 from dtorch.runtime.lineage import Bounds, mask_of
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.poison import LOST
-from dtorch.runtime.recorder import Outgoing
 from dtorch.transport.codec import decode_to_worker
 from dtorch.transport.messages import (
     AskHeld,

@@ -24,8 +24,9 @@ from typing_extensions import assert_never
 
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Forfeited, Regained, Sent, Settled
 from dtorch.runtime.layout import pieces
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.promise import Promise
-from dtorch.runtime.recorder import MAX_IN_FLIGHT, Outgoing
+from dtorch.runtime.recorder import MAX_IN_FLIGHT
 from dtorch.runtime.shell import Listener, new_loop
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import cluster, codec, errors

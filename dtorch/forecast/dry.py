@@ -9,8 +9,9 @@ import torch
 
 from dtorch.known import SMALL_BYTES, known_value
 from dtorch.mesh import DeviceMesh
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.promise import Promise
-from dtorch.runtime.recorder import Outgoing, Recorder
+from dtorch.runtime.recorder import Recorder
 from dtorch.session import Session
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor

@@ -191,7 +191,7 @@ class Op:
             out = _new(Tensor)
             out._spec = sig.spec
             out._slot = slot
-            if recorder.is_sync:
+            if recorder.expects_after_put:
                 recorder.after_put()
             return out
         if sig.shape == IN_PLACE:
@@ -215,7 +215,7 @@ class Op:
             outs.append(out)
             slots.append(slot)
         sig.put(((sig.id, *slots, *ins), *at))
-        if recorder.is_sync:
+        if recorder.expects_after_put:
             recorder.after_put()
         return sig.finish(outs)
 

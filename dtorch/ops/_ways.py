@@ -121,9 +121,7 @@ class Ways:
             try:
                 slot = sig.take()
             except IndexError:
-                if sig.recorder.is_sync:  # which may begin at any time, and lends no slots ahead
-                    return op.emit(sig, ins, source(frame), args)
-                slot = sig.recorder.grant()
+                return op.emit(sig, ins, source(frame), args)
             code = frame.f_code
             if INSIDE.get(code.co_filename) is False:
                 sig.put(((sig.id, slot, *ins), code, frame.f_lasti))
@@ -148,9 +146,7 @@ def put(op: Op, sig: Signature, ins: tuple[Any, ...], args: tuple[Any, ...], fra
     try:
         slot = sig.take()
     except IndexError:
-        if sig.recorder.is_sync:
-            return op.emit(sig, ins, source(frame), args)
-        slot = sig.recorder.grant()
+        return op.emit(sig, ins, source(frame), args)
     code = frame.f_code
     if INSIDE.get(code.co_filename) is False:
         sig.put(((sig.id, slot, *ins), code, frame.f_lasti))

@@ -71,7 +71,7 @@ def _record(sig: Signature, tensor: Tensor, frame: FrameType) -> Tensor:
     out = _new(Tensor)
     out._spec = sig.spec
     out._slot = slot
-    if recorder.is_sync:
+    if recorder.expects_after_put:
         recorder.after_put()
     return out
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dtorch.runtime.lineage import blob_bytes
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.room import MAX_BATCHES
 from dtorch.runtime.slots import SlotPool
 from dtorch.runtime.spin import quick_switches
@@ -39,33 +40,6 @@ MAX_IN_FLIGHT = MAX_BATCHES
 """Batches that may be unfinished before the client's thread waits (back-pressure)."""
 UPLOADS_BYTES = 32 * 1024 * 1024
 """A batch that uploads this much leaves without waiting for more."""
-
-
-class Outgoing(msgspec.Struct):
-    """One batch on its way to the controller."""
-
-    seq: int
-    body: bytes
-    calls: list[tuple[Any, ...]]  # what ``body`` encodes
-    meshes: tuple[MeshInfo, ...]
-    definitions: tuple[Definition, ...]
-    programs: tuple[Program, ...]
-    uploads: tuple[Blob | SharedBlob | StreamBlob, ...]
-    fetches: tuple[Fetch, ...]
-    freed_meshes: tuple[int, ...]  # meshes whose tensors died
-    keep: tuple[Any, ...] = ()  # whoever may send ``uploads`` again refers to these: they hold the memory
-
-    refused = ""  # a head may refuse a batch, a client's own controller does not
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the calls and of what they upload, wherever it travels."""
-        return len(self.body) + sum(map(blob_bytes, self.uploads))
-
-    @property
-    def signatures(self) -> set[int]:
-        """Signatures that are called."""
-        return {call[0] for call in self.calls}
 
 
 class CaptureError(DTorchError, RuntimeError):
@@ -127,6 +101,7 @@ class Recorder:
         self._capture: int | None = None  # the thread that captures
         self._pins: dict[int, int] = {}
         self._pinned_dead: dict[int, int] = {}  # slot whose tensor died while pinned -> mesh
+        self.expects_after_put = sync is not None  # of whoever puts the next call, where it looks
         self._ticking = False  # the running loop will flush at its next tick
         self._timed = False  # the timer will look at the buffer
         self._hurries = False  # it should do so soon, though the client's thread may be computing: workers have nothing to do
@@ -176,6 +151,11 @@ class Recorder:
                     full = True
                 if self.spans is not None and not self._granted:
                     self._began = (perf_counter_ns(), threading.current_thread().name)
+                if self._leads():
+                    self.expects_after_put = True
+                    self._granted = 1
+                    self._lent.extend(self._pool.lend(1))
+                    break
                 self._lent.extend(self._pool.lend(self._budget - self._granted))
                 self._granted = self._budget
                 self.arm()
@@ -183,6 +163,11 @@ class Recorder:
         if full:
             self._wait_for_room()
         return slot
+
+    def _leads(self) -> bool:
+        """Whether the call that asks for a slot is the first after a pause, and workers have nothing to do: it leaves at once,
+        alone, whatever the client does next, and the rest of its batch ends where it would have ended."""
+        return not self._granted and not self._sources and self._budget == FIRST_BATCH and self._whole_budget == 0
 
     def draw(self, entries: tuple[Any, ...]) -> None:
         """Put a call that draws random numbers: as ``put``, once it is the turn of the stream that they come from."""
@@ -209,9 +194,14 @@ class Recorder:
         self._wait_for_room()
 
     def after_put(self) -> None:
-        """Called by slow paths after ``put``: bounds a buffer of calls that take no slots, and runs op by op if asked."""
+        """Called by slow paths after ``put``, and where ``expects_after_put``: bounds a buffer of calls that take no slots,
+        runs op by op if asked, and sends the first call after a pause."""
         if self._sync is not None:
             self._sync()
+            return
+        if self.expects_after_put:
+            self.expects_after_put = False
+            self._flush_part()
             return
         if len(self._buffer) >= 3 * LARGEST_BATCH and self._capture is None:
             with self._lock:
@@ -219,6 +209,12 @@ class Recorder:
                     self._flush()
             self._wait_for_room()
         self.arm()
+
+    def follow(self, sync: Callable[[], None] | None) -> Callable[[], None] | None:
+        """From now on call ``sync`` after every op, which then runs at once; the answer is what was called before."""
+        before, self._sync = self._sync, sync
+        self.expects_after_put = sync is not None
+        return before
 
     def _wait_for_room(self) -> None:
         spans = self.spans
@@ -249,10 +245,14 @@ class Recorder:
         """
         if not self._timed and self._closed is None:
             self._timed = True
-            if self._delay_s == TIMER_S and not self._sources and not self._hurries:
+            if self._delay_s == TIMER_S and self._are_idle() and not self._hurries:
                 self._hurries = True
                 quick_switches.hold()
             self._outlet.request_flush(self._delay_s)
+
+    def _are_idle(self) -> bool:
+        """Whether workers have nothing to do, or no more than the first call after a pause."""
+        return not self._sources or (len(self._sources) == 1 and self._whole_budget != 0)
 
     def _no_hurry(self) -> None:
         if self._hurries:

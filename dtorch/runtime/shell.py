@@ -42,8 +42,8 @@ from dtorch.runtime.controller import (
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.live import Live
 from dtorch.runtime.liveness import Dead
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.pulse import Pulse
-from dtorch.runtime.recorder import Outgoing
 from dtorch.runtime.room import Room
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
@@ -205,9 +205,7 @@ class ControllerThread:
                 raise ConnectionLostError("the controller has ended") from error
 
     def _handle_waiting(self, event: Event) -> None:
-        with self._turn:
-            self._num_waiting -= 1
-        self._handle(event)
+        self._handle(event, num_waited=1)
 
     def _perform_waiting(self, instructions: list[Instruction]) -> None:
         with self._turn:
@@ -340,10 +338,16 @@ class ControllerThread:
             self._over = True
             self._roomy.notify_all()
 
-    def _handle(self, event: Event) -> None:
-        """Perform what the controller decides. An error in here is ours: it ends the session, so nobody waits on."""
+    def _handle(self, event: Event, num_waited: int = 0) -> None:
+        """Perform what the controller decides. An error in here is ours: it ends the session, so nobody waits on.
+
+        Args:
+            num_waited: 1 for an event that waited. It counts as waiting until its frames are sent: else another thread's
+                later event could overtake it.
+        """
         try:
             with self._turn:
+                self._num_waiting -= num_waited
                 rest = self._send(self._controller.handle(event))
             self._perform(rest)
         except Exception as error:

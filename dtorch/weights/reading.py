@@ -67,7 +67,7 @@ class Reader:
         made = _new(Tensor)
         made._spec = spec
         made._slot = slot
-        if recorder.is_sync:
+        if recorder.expects_after_put:
             recorder.after_put()
         if self._progress is not None:
             self._progress.add(stored.size_bytes)

@@ -321,7 +321,7 @@ class _Writer:
         made = _new(Tensor)
         made._spec, made._slot = self._receipt._spec, slot
         self._receipt = made
-        if recorder.is_sync:
+        if recorder.expects_after_put:
             recorder.after_put()
 
     def _define(self, kernel: str, spec: Spec | None, num_numbers: int) -> Signature:

@@ -16,7 +16,7 @@ from report import Row, add_json_option, print_machine, print_table, table_outpu
 from timing import Samples
 
 from dtorch.runtime.controller import Controller, Finished, Joined, Received, Send, Submitted
-from dtorch.runtime.recorder import Outgoing
+from dtorch.runtime.outgoing import Outgoing
 from dtorch.transport import codec
 from dtorch.transport.messages import Batch, Definition, Done, Layout, MeshInfo
 
