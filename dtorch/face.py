@@ -11,7 +11,7 @@ Foreign code knows no placements, so an op on this face moves its inputs to wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from sys import _getframe
@@ -27,7 +27,7 @@ from dtorch.ops._call import has_no_values
 from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator, operator
 from dtorch.ops._nothing import nothing
 from dtorch.ops._op import Op
-from dtorch.ops._ways import LEADING, Way, find_way, put
+from dtorch.ops._patterns import Face
 from dtorch.ops.index import sliced
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
@@ -46,6 +46,8 @@ _auto = policy._auto
 _Plain = torch._C.DisableTorchFunctionSubclass
 _new = object.__new__
 _NESTED = (list, tuple, dict, slice)
+Args = tuple[Any, ...]
+Named = dict[str, Any]
 
 
 class TorchTensor(torch.Tensor, TensorFuture):
@@ -126,7 +128,10 @@ class TorchTensor(torch.Tensor, TensorFuture):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return answer(func, args, kwargs or _NONE, _getframe(1))
+        record = _records.get(func)
+        if record is None:
+            return answer(func, args, kwargs or _NONE, _getframe(1))
+        return record(args, kwargs or _NONE, _getframe(1))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without its first argument
@@ -169,7 +174,7 @@ def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return _run(op, args, kwargs, frame)
 
 
-_NONE: dict[str, Any] = {}
+_NONE: Named = {}
 _records: dict[Any, Callable[..., Any]] = {}
 """torch function that writes into none of its arguments -> the quick way through its op."""
 
@@ -205,80 +210,38 @@ def _wrap(value: Any) -> Any:
 
 
 def _recorder(op: Op) -> Callable[..., Any]:
-    """``op.record`` for calls with torch faces, of an op that writes into no argument: as ``Ways`` has it for native tensors,
-    with its ways. Patterns are those of the arguments as they come; what they do not know goes through ``_run``."""
-    found = op.ways.faced
+    """``op.record`` for calls with torch faces, of an op that writes into no argument. What its patterns do not know goes
+    through ``_run``."""
 
-    def record(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
-        if kwargs:
-            values = (*args, *kwargs.values())
-            kinds = (*kwargs, *map(type, values))
-        else:
-            values, kinds = args, tuple(map(type, args))
-        known = found.get(kinds)
-        if known is None:
-            if "out" in kwargs:
-                plain = _written(None, args, kwargs)
-                return _run(op, args, kwargs, frame) if plain is None else _write_plain(op, plain, args, kwargs)
-            known = found[kinds] = _faced_way(op, args, kwargs), op.new_cache()
-        way, cache = known
-        key, ins = way(values)
-        sig = cache.get(key)
-        if sig is None:
-            return _run(op, args, kwargs, frame, cache, key)
-        made = put(op, sig, ins, (), frame if frame is not None else _getframe(1))
-        return faced(made) if type(made) is Tensor else _wrap(made)
+    def slowly(args: Args, kwargs: Named, frame: FrameType, cache: dict[Any, Signature], key: Any) -> Any:
+        if "out" in kwargs:
+            plain = _written(None, args, kwargs)
+            return _run(op, args, kwargs, frame) if plain is None else _write_plain(op, plain, args, kwargs)
+        return _run(op, args, kwargs, frame) if key is None else _run(op, args, kwargs, frame, cache, key)
 
-    return record
+    return op.ways.recorder(lambda args, kwargs: op.ways.way(_FACES, args, kwargs, slowly))
 
 
-def _faced_way(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
-    """As ``find_way``, for arguments some of which have the torch face."""
-    native = find_way(op, tuple(map(_unwrap, args)), _unwrap(kwargs))
-    num = _NUM_LEADING.get(native)
-    values = (*args, *kwargs.values())
-    if num is not None and all(type(value) is TorchTensor for value in values[:num]):
-        return _LEADING_FACES[num]
-    lists = [at for at, value in enumerate(values) if type(value) in (list, tuple) and next(_faces(value), None) is not None]
-    if len(lists) == 1 and not any(type(value) is TorchTensor for value in values):
-        return _list_of_faces(lists[0], native)
-    return lambda values: native(tuple([_unwrap(value) for value in values]))
+def _natives(given: Sequence[Any]) -> list[Any] | None:
+    """The native tensors of a list of faces, of native ones and of plain tensors without elements, as caches of keys and values
+    begin with them; None for other lists."""
+    own: list[Any] = [v._native if type(v) is TorchTensor else v for v in given]
+    for at, value in enumerate(own):
+        if type(value) is torch.Tensor:
+            like = next((v._spec for v in own if type(v) is Tensor), None)
+            if like is None or value.numel() or has_no_values(value) or like.session.recorder.is_capturing:
+                return None
+            own[at] = nothing(like.session, value, like.mesh)
+    return own if {*map(type, own)} == {Tensor} else None
 
 
-def _list_of_faces(place: int, native: Way) -> Way:
-    """Of ``native`` for calls with a list at ``place``, of faces and of plain tensors without elements, as caches of keys and
-    values begin with them."""
-
-    def way(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        own: list[Any] = [v._native if type(v) is TorchTensor else v for v in values[place]]
-        for at, value in enumerate(own):
-            if type(value) is torch.Tensor:
-                like = next((v._spec for v in own if type(v) is Tensor), None)
-                if like is None or value.numel() or has_no_values(value) or like.session.recorder.is_capturing:
-                    return None, ()
-                own[at] = nothing(like.session, value, like.mesh)
-        return native((*values[:place], own, *values[place + 1 :]))
-
-    return way
-
-
-def _one_face(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    a = values[0]._native
-    return (a._spec, values[1:]), (a._slot,)
-
-
-def _two_faces(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    a, b = values[0]._native, values[1]._native
-    return (a._spec, b._spec, values[2:]), (a._slot, b._slot)
-
-
-def _three_faces(values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    a, b, c = values[0]._native, values[1]._native, values[2]._native
-    return (a._spec, b._spec, c._spec, values[3:]), (a._slot, b._slot, c._slot)
-
-
-_LEADING_FACES: dict[int, Way] = {1: _one_face, 2: _two_faces, 3: _three_faces}
-_NUM_LEADING = {LEADING[num]: num for num in _LEADING_FACES}
+_GIVE = """\
+form = spec.face
+if form is None:
+    return given(out)
+made = make(*form)
+made._native = out
+return made"""
 
 
 def _run(
@@ -338,6 +301,9 @@ def _mixed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] 
 
 
 _op.mixed = _mixed
+
+
+_FACES = Face(TorchTensor, "._native", _natives, tuple(_GIVE.splitlines()), _wrap, {"make": _make})
 
 
 # ---- plain tensors that are written into

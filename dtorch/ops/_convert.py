@@ -8,7 +8,7 @@ import torch
 
 from dtorch.future import TensorFuture
 from dtorch.ops._nothing import nothing
-from dtorch.ops._ways import STATIC
+from dtorch.ops._patterns import STATIC
 from dtorch.tensor import Tensor
 
 if TYPE_CHECKING:
