@@ -285,6 +285,18 @@ def test_plans(plan: Any, first: Any, second: Any, names: Any) -> None:
     assert made.placements == (Replicate(),)
 
 
+def test_an_axis_of_one_device_costs_nothing() -> None:
+    ours = dtorch.distribute(causal("llama"), mesh(dp=1, tp=1, ring_cp=1))
+    assert {value.placements for value in ours.parameters()} == {(Replicate(),) * 3}  # type: ignore[attr-defined]
+    assert not [name for name, part in ours.named_modules() if name and (part._forward_hooks or part._forward_pre_hooks)]
+    assert not dtorch.explain(ours, inputs=IDS).communication
+    made = ours(IDS).logits
+    assert torch.equal(made.to_torch(), causal("llama")(IDS).logits)
+    assert made.placements == (Replicate(),) * 3
+    with pytest.raises(ValueError, match="cut at multiples of 64"):  # what a plan says is checked all the same
+        dtorch.distribute(pair(), mesh(tp=1), {"0": "colwise/64"})
+
+
 # ---- as before
 
 

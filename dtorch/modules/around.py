@@ -56,9 +56,10 @@ class SplitTokens:
 def _by_sequence(value: Any) -> Any:
     if type(value) is not TorchTensor or value.ndim != 3 or value.shape[1] < 2 or not value.dtype.is_floating_point:
         return value
-    names, before = value.device_mesh.dim_names or (), value.placements
+    mesh, before = value.device_mesh, value.placements
     wanted = tuple(
-        Shard(1) if name in SEQUENCE_AXES and p.is_replicate() else p for name, p in zip(names, before, strict=True)
+        Shard(1) if name in SEQUENCE_AXES and size > 1 and p.is_replicate() else p
+        for name, size, p in zip(mesh.dim_names or (), mesh.shape, before, strict=True)
     )
     return value if wanted == before else value.redistribute(wanted)
 
@@ -106,7 +107,9 @@ class Enter(_Unscripted):
         self.mesh = mesh
         self.whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
         names = mesh.dim_names or ("",) * mesh.ndim
-        self.split: tuple[Placement, ...] = tuple(Shard(0) if name in BATCH_AXES else Replicate() for name in names)
+        self.split: tuple[Placement, ...] = tuple(
+            Shard(0) if name in BATCH_AXES and size > 1 else Replicate() for name, size in zip(names, mesh.shape, strict=True)
+        )
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Named) -> Any:
         if torch.compiler.is_dynamo_compiling():

@@ -20,7 +20,7 @@ from dtorch.modules.around import Back, Enter, Gather, Leave, Move, SplitTokens
 from dtorch.modules.auto_plan import make_plan
 from dtorch.modules.blocks import all_stages, borders, inside
 from dtorch.modules.experts import exchange_tokens
-from dtorch.modules.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes
+from dtorch.modules.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes, splits
 from dtorch.placement import Placement
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor
@@ -100,7 +100,7 @@ def distribute(
                         members[key] = _place(session, source, full, value, here, wanted.get(full), placed)
             _refresh(owner)
             style = made.styles.get(name)
-            if style is not None and style.is_gathered:
+            if style is not None and style.is_gathered and splits(here, style.axis):
                 owner.register_forward_hook(Gather(style.axis))
             if style is not None and style.kind == "expert" and here.size(style.axis) > 1:
                 exchange_tokens(owner)

@@ -226,12 +226,19 @@ def placements(
             found.pop(full, None)
             dim = style.dim(part, value)
             if dim is not None and _has(here, style.axis):
-                found[full] = _split(full, style, dim, value.shape[dim], here)
+                where = _split(full, style, dim, value.shape[dim], here)
+                if splits(here, style.axis):
+                    found[full] = where
     return found
 
 
 def _has(mesh: DeviceMesh, axis: str | int) -> bool:
     return isinstance(axis, int) or axis in (mesh.dim_names or ())
+
+
+def splits(mesh: DeviceMesh, axis: str | int) -> bool:
+    """Whether ``mesh`` has more than one device along ``axis``; along one device a split is the whole."""
+    return _has(mesh, axis) and mesh.size(axis) > 1
 
 
 def _split(name: str, style: Style, dim: int, size: int, mesh: DeviceMesh) -> tuple[Placement, ...]:
