@@ -121,6 +121,7 @@ class Statistics:
         lost_workers: workers that ended unasked, and whose loss the session got over.
         recomputed_ops: calls that ran a second time for that.
         moved_bytes: pieces of tensors that went from one worker to another because of a loss or a move.
+        straight_calls: calls of modules of distributed models whose ops were recorded at once, from an earlier call.
         workers: number -> counters: calls, batches, plan_hits, plan_misses, failures, exchanges,
             bytes_read and bytes_written (of pieces of tensors, from and into files).
     """
@@ -137,6 +138,7 @@ class Statistics:
     lost_workers: int = 0
     recomputed_ops: int = 0
     moved_bytes: int = 0
+    straight_calls: int = 0
 
     @property
     def bytes_per_op(self) -> float:
@@ -171,4 +173,5 @@ def _counted(session: Session, answers: tuple[WorkerStatistics, ...]) -> Statist
         lost_workers=session.elastic.lost_workers,
         recomputed_ops=session.elastic.recomputed_ops,
         moved_bytes=session.elastic.copied_bytes,
+        straight_calls=session.num_played,
     )

@@ -85,8 +85,17 @@ class MeshMode(TorchFunctionMode):
 
 _num_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _push: Callable[[TorchFunctionMode], None] = overrides._push_mode
 _pop: Callable[[], TorchFunctionMode] = overrides._pop_mode
+
+
+def has_other_modes() -> bool:
+    """Whether a torch function mode of somebody else is in force on this thread."""
+    for at in range(_num_modes()):  # noqa: SIM110  # any() of a generator takes twice as long
+        if type(_mode_at(at)) not in _OURS:
+            return True
+    return False
 
 
 class _Depth(threading.local):
@@ -142,6 +151,7 @@ class FaceMode(TorchFunctionMode):
 
 
 _FACES = (TorchTensor,)
+_OURS = (FaceMode, MeshMode)
 _NONE: dict[str, Any] = {}
 _SHAPED: dict[Any, Callable[..., Any]] = {factory.fn: factory for factory in creation.FACTORIES.values()}
 

@@ -73,6 +73,7 @@ class Session:
         self.num_mutations = 0
         self.num_misses = 0  # calls whose signature had to be made
         self.num_programs = 0  # recordings of compiled functions
+        self.num_played = 0  # calls of straight modules that were played
         self._virtual = dict(options.virtual)
         self._meshes: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
         self._named: set[tuple[Any, ...]] = set()

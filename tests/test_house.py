@@ -38,6 +38,8 @@ DECIDERS = (
     "cluster/uploads.py",
     "ops/_call.py",
     "ops/_choose.py",
+    "modules/straight.py",
+    "modules/tape.py",
     "ops/_rules.py",
     "runtime/awaited.py",
     "runtime/controller.py",
@@ -237,8 +239,12 @@ def test_one_idea_a_file(path: Path) -> None:
 def test_nothing_can_run_code_from_bytes(path: Path) -> None:
     tree = ast.parse(path.read_text("utf-8"))
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    writes_code = path.name == "_patterns.py"  # from roles of arguments; test_patterns.py has all that it writes
-    assert writes_code or not called & {"eval", "exec", "compile", "__import__"}
+    allowed = {
+        "_patterns.py": {"compile", "exec"},  # writes code from roles of arguments; test_patterns.py has all of it
+        "playing.py": {"compile", "exec"},  # writes code from names of attributes, as literals
+        "sources.py": {"compile"},  # to compare with a function's code; never run
+    }
+    assert not called & {"eval", "exec", "compile", "__import__"} - allowed.get(path.name, set())
     serialisers = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
     assert [f"{line}: {module}" for line, module in imports(path) if is_below(module, serialisers)] == []
 

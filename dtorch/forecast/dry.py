@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class _Deaths(list[int]):
     def append(self, slot: int) -> None:
         super().append(slot)
         self._recorder.deaths.append((self._recorder.position, slot))
+
+    def extend(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.append(slot)
 
 
 class DryRecorder(Recorder):

@@ -21,6 +21,7 @@ from dtorch.modules.auto_plan import make_plan
 from dtorch.modules.blocks import all_stages, borders, inside
 from dtorch.modules.experts import exchange_tokens
 from dtorch.modules.plans import SEQUENCE_AXES, STAGE_AXIS, Plan, placements, sizes, splits
+from dtorch.modules.replay import attach, is_on
 from dtorch.placement import Placement
 from dtorch.session import Session, current_session
 from dtorch.tensor import Tensor
@@ -49,6 +50,8 @@ def distribute(
     of the model's stack on; "ep" splits stacked experts, and the batch as "dp" does; "pp" holds pipeline stages, the meshes
     ``device_mesh.unbind("pp")``, between which activations move by themselves. Results of a model in stages are on the
     last one's mesh.
+
+    Layers whose forward is a straight line are recorded once and then put at once (docs/modules.md), unless DTORCH_STRAIGHT=0.
 
     Args:
         module: any ``torch.nn.Module``, or what holds some under ``components``, as a pipeline of diffusers does; it is
@@ -105,6 +108,8 @@ def distribute(
             if style is not None and style.kind == "expert" and here.size(style.axis) > 1:
                 exchange_tokens(owner)
     _hook(roots, holder, made, mesh_of, device_mesh)
+    if is_on():
+        attach(reversed(list(holder.modules())))
     return module
 
 

@@ -172,6 +172,12 @@ def clear_caches() -> None:
         op.forget()
     redistribute.clear_cache()
     creation.clear_cache()
+    for clear in also_cleared:
+        clear()
+
+
+also_cleared: list[Callable[[], None]] = []
+"""Caches of floors above that hold signatures."""
 
 
 def cache_size() -> int:

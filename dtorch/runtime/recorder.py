@@ -114,6 +114,7 @@ class Recorder:
         self._keep: list[Any] = []  # what must live for the uploads to be readable
         self._hoisted: list[Any] = []  # uploads made during a capture; they run before what follows it
         self._fetches: list[Fetch] = []
+        self._noted: list[list[Any]] = []
         self._sources: dict[int, list[Any]] = {}
         self._closed: DTorchError | None = None
         self._sync = sync
@@ -406,6 +407,8 @@ class Recorder:
         length = len(buffer)
         chunk = buffer[:length]
         del buffer[:length]
+        for noted in self._noted:
+            noted += chunk
         calls = chunk[::3]
         spare = self._lent[:]
         self._lent.clear()
@@ -451,6 +454,25 @@ class Recorder:
         for _, slots in frees:
             spare.extend(slots)
         self._pool.restore(spare)
+
+    # ---- looking on
+
+    def mark(self) -> list[Any]:
+        """Begin to note what all threads put; what comes back is for ``since``, which ends it."""
+        with self._lock:
+            noted: list[Any] = [len(self._buffer)]
+            self._noted.append(noted)
+            return noted
+
+    def since(self, noted: list[Any]) -> list[Any]:
+        """What was put since ``mark``, as in the buffer, also where it was sent meanwhile."""
+        with self._lock:
+            self._noted = [other for other in self._noted if other is not noted]
+            return [*noted[1:], *self._buffer][noted[0] :]
+
+    def dead_of(self, mesh: int) -> list[int]:
+        """To which tensors of a mesh append their slot when they die, see ``add_mesh``."""
+        return self._dead[mesh]
 
     # ---- capturing
 
