@@ -28,12 +28,13 @@ from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, 
 from dtorch.ops._nothing import nothing
 from dtorch.ops._op import Op
 from dtorch.ops._patterns import Face
+from dtorch.ops._ways import Front
 from dtorch.ops.index import sliced
 from dtorch.ops.table import METHODS, OPS
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.signature import Signature
 from dtorch.session import current_session
-from dtorch.tensor import TORCH, Tensor, device_of, missing
+from dtorch.tensor import FRONTS, TORCH, Tensor, device_of, missing
 from dtorch.together import are_apart, brought_together
 from dtorch.transport.errors import MeshError
 
@@ -166,7 +167,10 @@ def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if record is not None:
         return record(args, kwargs, frame)
     op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
-    if type(op) is Op and op.writes is None and not op.short_name.endswith("_"):
+    front = FRONTS.get(func)
+    if front is not None:
+        _records[func] = _recorder(front.op, front)
+    elif type(op) is Op and op.writes is None and not op.short_name.endswith("_"):
         _records[func] = _recorder(op)
     plain = _written(func, args, kwargs)
     if plain is not None:
@@ -209,14 +213,16 @@ def _wrap(value: Any) -> Any:
     return value
 
 
-def _recorder(op: Op) -> Callable[..., Any]:
+def _recorder(op: Op, front: Front | None = None) -> Callable[..., Any]:
     """``op.record`` for calls with torch faces, of an op that writes into no argument. What its patterns do not know goes
-    through ``_run``."""
+    through ``_run``, to what stands before the op if something does."""
 
     def slowly(args: Args, kwargs: Named, frame: FrameType, cache: dict[Any, Signature], key: Any) -> Any:
         if "out" in kwargs:
             plain = _written(None, args, kwargs)
             return _run(op, args, kwargs, frame) if plain is None else _write_plain(op, plain, args, kwargs)
+        if front is not None and (key is None or not front.hands_on(args, kwargs)):
+            return _run(front.function, args, kwargs, frame)
         return _run(op, args, kwargs, frame) if key is None else _run(op, args, kwargs, frame, cache, key)
 
     return op.ways.recorder(lambda args, kwargs: op.ways.way(_FACES, args, kwargs, slowly))

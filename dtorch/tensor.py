@@ -430,8 +430,9 @@ class Tensor(TensorFuture):
         op = TORCH.get(func)
         if op is None:
             return missing(func, args, kwargs or {})
-        if hasattr(op, "record"):
-            RECORDS[func] = op.record
+        quick = FRONTS.get(func, op)
+        if hasattr(quick, "record"):
+            RECORDS[func] = quick.record
         return op(*args, **kwargs) if kwargs else op(*args)
 
 
@@ -439,6 +440,8 @@ _NONE: dict[str, Any] = {}
 
 TORCH: dict[Any, Callable[..., Any]] = {}
 """torch function -> what records it; filled by the op table."""
+FRONTS: dict[Any, Any] = {}
+"""torch function -> its ``ops._ways.Front``, where it has one."""
 RECORDS: dict[Any, Callable[..., Any]] = {}
 """torch function -> ``record`` of its op; filled as functions are met."""
 

@@ -7,6 +7,7 @@ through ``Op.slowly``, which fills them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,42 @@ class Ways:
         if roles is None:
             return lambda args, kwargs, frame: slowly(args, kwargs, frame, {}, None)
         return way_of(roles, tuple(kwargs), face, self.new_cache(), slowly, self._op.emit)
+
+
+class Front:
+    """A function that stands before an op and hands most calls on as they are: the op's ways are quicker for these.
+
+    Args:
+        op: what it records by.
+        function: the function, for all other calls.
+        hands_on: whether it hands on a call of these (args, kwargs), whatever the tensors among them.
+
+    Attributes:
+        record: as ``Ways.record``, of any call of the function.
+        call: the function, by this way.
+    """
+
+    def __init__(
+        self, op: Op, function: Callable[..., Any], hands_on: Callable[[tuple[Any, ...], dict[str, Any]], bool]
+    ) -> None:
+        self.op = op
+        self.function = function
+        self.hands_on = hands_on
+        self.record = record = op.ways.recorder(lambda args, kwargs: op.ways.way(NATIVES, args, kwargs, self._slowly))
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            return record(args, kwargs, _getframe(1))
+
+        self.call: Callable[..., Any] = call
+
+    def _slowly(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, cache: dict[Any, Signature], key: Any
+    ) -> Any:
+        if key is None or not self.hands_on(args, kwargs):
+            return self.function(*args, **kwargs)
+        return self.op.slowly(args, kwargs, frame, cache, key)
 
 
 def _all_native(given: Sequence[Any]) -> Sequence[Any] | None:

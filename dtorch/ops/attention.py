@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sys import _getframe
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ import torch
 from dtorch.ops._call import Call, R, Sig, sharded
 from dtorch.ops._op import Op
 from dtorch.ops._rules import replicate_only
-from dtorch.ops._ways import put
+from dtorch.ops._ways import Front
 from dtorch.ops.norm import index_of
-from dtorch.ops.table import OPS, composite, row
+from dtorch.ops.table import FUNCTIONAL, OPS, composite, row
 from dtorch.policy import auto_redistribute
 from dtorch.runtime.kernels._spans import meet, spans_of
 from dtorch.runtime.layout import Interval, box, coords, is_shard, shard_block, shard_code, shard_dim, split
-from dtorch.tensor import Tensor
+from dtorch.tensor import FRONTS, Tensor
 
 HEADS_AXES = frozenset({"ulysess_cp", "ulysses_cp"})
 """Names of mesh axes along which a cut sequence is exchanged for batches and heads; along others its keys go round."""
@@ -162,10 +161,7 @@ OPS[_DROPPING] = Op(_DROPPING, torch.nn.functional.scaled_dot_product_attention,
 _PLAIN = OPS["torch.nn.functional.scaled_dot_product_attention"]
 
 
-_quick = _PLAIN.new_cache()
-
-
-@composite(torch.nn.functional.scaled_dot_product_attention, functional="scaled_dot_product_attention")
+@composite(torch.nn.functional.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -184,22 +180,18 @@ def scaled_dot_product_attention(
         more["scale"] = scale
     if enable_gqa:
         more["enable_gqa"] = enable_gqa
-    if dropout_p:
-        with auto_redistribute():
-            made = OPS[_DROPPING].record(inputs, more)
-        return made.redistribute(placements=query.placements) if isinstance(query, Tensor) else made
-    if not (type(query) is type(key) is type(value) is Tensor and type(is_causal) is type(enable_gqa) is bool):
+    if not dropout_p:
         return _PLAIN.record(inputs, more)
-    ins: tuple[int, ...]
-    specs: Any
-    if attn_mask is None:
-        specs, ins = None, (query._slot, key._slot, value._slot)
-    elif type(attn_mask) is Tensor:
-        specs, ins = attn_mask._spec, (query._slot, key._slot, value._slot, attn_mask._slot)
-    else:
-        return _PLAIN.record(inputs, more)
-    quick_key = (query._spec, key._spec, value._spec, specs, is_causal, scale, enable_gqa)
-    sig = _quick.get(quick_key)
-    if sig is None:
-        return _PLAIN.slowly(inputs, more, _getframe(1), _quick, quick_key)
-    return put(_PLAIN, sig, ins, inputs, _getframe(1))
+    with auto_redistribute():
+        made = OPS[_DROPPING].record(inputs, more)
+    return made.redistribute(placements=query.placements) if isinstance(query, Tensor) else made
+
+
+def _has_no_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    return type(given) in (int, float) and not given
+
+
+_FRONT = Front(_PLAIN, scaled_dot_product_attention, _has_no_dropout)
+FRONTS[torch.nn.functional.scaled_dot_product_attention] = _FRONT
+FUNCTIONAL["scaled_dot_product_attention"] = _FRONT.call
