@@ -27,7 +27,7 @@ from dtorch.ops._call import has_no_values
 from dtorch.ops._methods import _BINARY, _IN_PLACE, _REVERSED, _UNARY, TENSORS, is_operator, operator
 from dtorch.ops._nothing import nothing
 from dtorch.ops._op import Op
-from dtorch.ops._patterns import Face
+from dtorch.ops._patterns import Entrances, Face
 from dtorch.ops._ways import Front
 from dtorch.ops.index import sliced
 from dtorch.ops.table import METHODS, OPS
@@ -169,9 +169,9 @@ def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     op = TORCH.get(func) or _BESIDE.get(func) or _without_row(func)
     front = FRONTS.get(func)
     if front is not None:
-        _records[func] = _recorder(front.op, front)
+        _records[func] = _entrances(front.op, front).record
     elif type(op) is Op and op.writes is None and not op.short_name.endswith("_"):
-        _records[func] = _recorder(op)
+        _records[func] = _entrances(op).record
     plain = _written(func, args, kwargs)
     if plain is not None:
         return _write_plain(op, plain, args, kwargs)
@@ -213,9 +213,9 @@ def _wrap(value: Any) -> Any:
     return value
 
 
-def _recorder(op: Op, front: Front | None = None) -> Callable[..., Any]:
-    """``op.record`` for calls with torch faces, of an op that writes into no argument. What its patterns do not know goes
-    through ``_run``, to what stands before the op if something does."""
+def _entrances(op: Op, front: Front | None = None) -> Entrances:
+    """``op.record`` and the like for calls with torch faces, of an op that writes into no argument. What its patterns do not
+    know goes through ``_run``, to what stands before the op if something does."""
 
     def slowly(args: Args, kwargs: Named, frame: FrameType, cache: dict[Any, Signature], key: Any) -> Any:
         if "out" in kwargs:
@@ -225,7 +225,7 @@ def _recorder(op: Op, front: Front | None = None) -> Callable[..., Any]:
             return _run(front.function, args, kwargs, frame)
         return _run(op, args, kwargs, frame) if key is None else _run(op, args, kwargs, frame, cache, key)
 
-    return op.ways.recorder(lambda args, kwargs: op.ways.way(_FACES, args, kwargs, slowly))
+    return op.ways.entrances(lambda args, kwargs: op.ways.way(_FACES, args, kwargs, slowly))
 
 
 def _natives(given: Sequence[Any]) -> list[Any] | None:
@@ -435,10 +435,12 @@ _FACTS = frozenset({"shape", "dtype", "device", "ndim", "device_mesh", "placemen
 
 
 def _op_method(op: Callable[..., Any], name: str) -> Callable[..., Any]:
-    record = _recorder(op) if type(op) is Op and op.writes is None else partial(_run, op)
+    if type(op) is Op and op.writes is None:
+        call = _entrances(op).call
+    else:
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return record(args, kwargs, _getframe(1))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _run(op, args, kwargs, _getframe(1))
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = op.__doc__

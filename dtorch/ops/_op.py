@@ -90,7 +90,9 @@ class Op:
         self.__name__ = self.short_name
         self.__qualname__ = self.short_name
         self.__doc__ = f"Distributed {name}: same arguments and result as torch's. Placements: see docs/ops.md."
-        self.function = self._function(self.record)
+        self.function = self.ways.call
+        self.function.__name__ = self.function.__qualname__ = self.short_name
+        self.function.__doc__ = self.__doc__
 
     @property
     def short_name(self) -> str:
@@ -117,15 +119,6 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.record(args, kwargs, _getframe(1))
-
-    def _function(self, record: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            return record(args, kwargs, _getframe(1))
-
-        call.__name__ = call.__qualname__ = self.__name__
-        call.__doc__ = self.__doc__
-        return call
 
     def slowly(
         self,

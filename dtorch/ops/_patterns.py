@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
+from sys import _getframe
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -136,12 +137,61 @@ def _of_list(i: int, face: Face) -> list[str]:
     ]
 
 
+_FIND = """\
+    if kwargs:
+        kinds = (*kwargs, *map(type, args), *map(type, kwargs.values()))
+    elif len(args) == 2:
+        kinds = type(args[0]), type(args[1])
+    elif len(args) == 1:
+        kinds = type(args[0])
+    else:
+        kinds = (*map(type, args),)
+    way = known(kinds)
+    if way is None:
+        way = ways[kinds] = learn(args, kwargs)
+"""
+_ENTRANCES = f"""\
+def record(args, kwargs, frame=None):
+    if frame is None:
+        frame = getframe(1)
+{_FIND}\
+    return way(args, kwargs, frame)
+
+def call(*args, **kwargs):
+{_FIND}\
+    return way(args, kwargs, getframe(1))
+"""
+
+
+class Entrances(NamedTuple):
+    """The functions through which an op is called under one face; both look for the way of the pattern at hand.
+
+    Attributes:
+        record: ``record(args, kwargs, frame)``, where ``frame`` is that of the user's line; the caller's when it is left out.
+        call: of an op's own arguments, as the user writes them.
+    """
+
+    record: Callable[..., Any]
+    call: Callable[..., Any]
+
+
+def entrances(ways: dict[Any, Way], learn: Callable[[tuple[Any, ...], dict[str, Any]], Way]) -> Entrances:
+    """The entrances to ``ways``, by types of arguments; ``learn`` makes the way of those that are new."""
+    made: dict[str, Any] = {"ways": ways, "known": ways.get, "learn": learn, "getframe": _getframe, **_HIDDEN}
+    exec(_compiled(_ENTRANCES, "entrances"), made)
+    return Entrances(made["record"], made["call"])
+
+
 @lru_cache(maxsize=4096)
 def _code(roles: str, names: tuple[str, ...], face: Face) -> CodeType:
-    text = source_of(roles, names, face)
-    name = f"{_FILE}:{roles}:{','.join(names)}:{face.kind.__name__}"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    return compile(text, name, "exec")
+    return _compiled(source_of(roles, names, face), f"{roles}:{','.join(names)}:{face.kind.__name__}")
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str, name: str) -> CodeType:
+    file = f"{_FILE}:{name}"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return compile(text, file, "exec")
 
 
 def way_of(
@@ -169,7 +219,8 @@ def way_of(
     return way
 
 
+_HIDDEN = {"__name__": __name__, "__tracebackhide__": True}  # pytest shows the caller's frames, not these
 _GLOBALS = {
     "Tensor": Tensor, "new": object.__new__, "source": source, "inside": INSIDE.get, "are_static": STATIC.issuperset,
-    "spec_of": attrgetter("_spec"), "slot_of": attrgetter("_slot"), "__tracebackhide__": True,
+    "spec_of": attrgetter("_spec"), "slot_of": attrgetter("_slot"), **_HIDDEN,
 }  # fmt: skip

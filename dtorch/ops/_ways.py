@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtorch.frames import INSIDE, source
-from dtorch.ops._patterns import FLOAT, INT, LIST, NATIVE, OWN, PART, SEQUENCE, STATIC, Face, Way, way_of
+from dtorch.ops._patterns import FLOAT, INT, LIST, NATIVE, OWN, PART, SEQUENCE, STATIC, Entrances, Face, Way, entrances, way_of
 from dtorch.policy import auto_redistribute, repairing
 from dtorch.runtime.signature import Signature
 from dtorch.tensor import Tensor
@@ -23,7 +22,6 @@ from dtorch.tensor import Tensor
 if TYPE_CHECKING:
     from dtorch.ops._op import Op
 
-Record = Callable[..., Any]
 Learn = Callable[[tuple[Any, ...], dict[str, Any]], Way]
 """The way for a pattern that is new: of the arguments of its first call."""
 
@@ -38,7 +36,8 @@ class Ways:
     Attributes:
         record: ``record(args, kwargs, frame)`` records one call of the op; the result is known by shape, its value comes
             later. ``frame`` is the caller's, from which the user's line is found.
-        record_repairing: the same as inside ``auto_redistribute()``.
+        call: the same of an op's own arguments.
+        record_repairing: as ``record``, inside ``auto_redistribute()``.
         slowly_repairing: ``Op.slowly`` inside ``auto_redistribute()``.
     """
 
@@ -47,12 +46,12 @@ class Ways:
         self._known: list[dict[Any, Way]] = []
         self._caches: list[dict[Any, Signature]] = []
         self.slowly_repairing = auto_redistribute()(op.slowly)
-        self.record = self.recorder(lambda args, kwargs: self.way(NATIVES, args, kwargs, op.slowly))
+        self.record, self.call = self.entrances(lambda args, kwargs: self.way(NATIVES, args, kwargs, op.slowly))
         self.record_repairing = repairing(self.record)
 
     def clear(self) -> None:
         for known in self._known:
-            known.clear()
+            known.clear()  # and with the ways their caches
         for cache in self._caches:
             cache.clear()
 
@@ -60,37 +59,18 @@ class Ways:
         self._caches.append({})
         return self._caches[-1]
 
-    def recorder(self, learn: Learn) -> Record:
-        """``record`` by ways that ``learn`` gives."""
+    def entrances(self, learn: Learn) -> Entrances:
+        """Entrances to ways that ``learn`` gives."""
         ways: dict[Any, Way] = {}
         self._known.append(ways)
-
-        def record(args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None) -> Any:
-            if frame is None:
-                frame = _getframe(1)
-            kinds: Any
-            if kwargs:
-                kinds = (*kwargs, *map(type, args), *map(type, kwargs.values()))
-            elif len(args) == 2:
-                kinds = type(args[0]), type(args[1])
-            elif len(args) == 1:
-                kinds = type(args[0])
-            else:
-                kinds = (*map(type, args),)
-            way = ways.get(kinds)
-            if way is None:
-                __tracebackhide__ = True
-                way = ways[kinds] = learn(args, kwargs)
-            return way(args, kwargs, frame)
-
-        return record
+        return entrances(ways, learn)
 
     def way(self, face: Face, args: tuple[Any, ...], kwargs: dict[str, Any], slowly: Callable[..., Any]) -> Way:
         """The way for calls whose arguments have the types of these, under these names."""
         roles = _roles(self._op, face, args, kwargs)
         if roles is None:
             return lambda args, kwargs, frame: slowly(args, kwargs, frame, {}, None)
-        return way_of(roles, tuple(kwargs), face, self.new_cache(), slowly, self._op.emit)
+        return way_of(roles, tuple(kwargs), face, {}, slowly, self._op.emit)
 
 
 class Front:
@@ -112,14 +92,8 @@ class Front:
         self.op = op
         self.function = function
         self.hands_on = hands_on
-        self.record = record = op.ways.recorder(lambda args, kwargs: op.ways.way(NATIVES, args, kwargs, self._slowly))
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            return record(args, kwargs, _getframe(1))
-
-        self.call: Callable[..., Any] = call
+        self.record, call = op.ways.entrances(lambda args, kwargs: op.ways.way(NATIVES, args, kwargs, self._slowly))
+        self.call: Callable[..., Any] = wraps(function)(call)
 
     def _slowly(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, cache: dict[Any, Signature], key: Any
