@@ -25,6 +25,23 @@ def providers(
     return tuple(chosen.values()) or (devices[0],)
 
 
+@lru_cache(maxsize=4096)
+def rows(
+    shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...], devices: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The ``providers`` in the order in which their pieces' elements, one behind the other, are the value's; None: they
+    are not so in any."""
+    if any(map(is_partial, codes)):
+        return None
+    wanted, at = providers(shape, codes, mesh_shape, devices), dict(zip(devices, coords(mesh_shape), strict=True))
+    parts = sorted((box(shape, codes, mesh_shape, at[device]), device) for device in wanted)
+    for part, _ in parts:
+        cut = [axis for axis, (start, stop) in enumerate(part) if stop - start != shape[axis]]
+        if any(start + 1 != stop for start, stop in part[: max(cut, default=0)]):
+            return None
+    return tuple(device for _, device in parts)
+
+
 def whole(
     shape: tuple[int, ...],
     codes: tuple[int, ...],

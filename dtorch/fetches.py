@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dtorch import assemble
 from dtorch.failures import Failures
 from dtorch.runtime.controller import Settled
+from dtorch.runtime.layout import is_partial
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import Recorder, again
 from dtorch.runtime.template import dtype_of
@@ -35,14 +35,14 @@ _arrived.set_result(None)
 """Stands in a tensor for its last fetch once the value has been handed over, so that the tensor does not hold it."""
 
 
-@dataclass(frozen=True)
-class _Fetching:
+class _Fetching(NamedTuple):
     """A fetch under way.
 
     Attributes:
         tensor: kept, so that its slot is not freed before the workers have read it.
         full: where the workers write the whole value, when it is large.
         parts: else where they write each device's piece, when these are large.
+        rows: the value's elements are those of these devices' pieces, one behind the other.
     """
 
     promise: Promise[Any]
@@ -50,6 +50,7 @@ class _Fetching:
     tensor: Tensor
     full: torch.Tensor | None
     parts: dict[int, torch.Tensor] | None
+    rows: tuple[int, ...] | None
 
 
 class Fetches:
@@ -80,15 +81,14 @@ class Fetches:
         if under_way is not None and under_way[0] == mutations and not under_way[1].done:
             return under_way[1]  # type: ignore[no-any-return]
         spec = tensor._spec
-        shape, mesh_shape = tuple(spec.shape), tuple(spec.mesh.shape)
-        devices = spec.mesh.devices
-        wanted = assemble.providers(shape, spec.codes, mesh_shape, devices)
+        mesh = spec.mesh
+        facts = (spec.layout.shape, spec.codes, mesh.shape, mesh.devices)
 
         def finish(pieces: dict[int, torch.Tensor]) -> torch.Tensor:
-            return assemble.whole(shape, spec.codes, mesh_shape, devices, pieces, spec.dtype)
+            return assemble.whole(*facts, pieces, spec.dtype)
 
-        direct = not any(p.is_partial() for p in spec.placements)
-        return self._start(tensor, wanted, finish, now, direct, mutations)
+        direct = not any(map(is_partial, spec.codes))
+        return self._start(tensor, assemble.providers(*facts), finish, now, direct, mutations, assemble.rows(*facts))
 
     def shards(self, tensor: Tensor) -> Promise[list[torch.Tensor]]:
         """Ask for every device's piece, in row-major mesh order."""
@@ -101,13 +101,14 @@ class Fetches:
 
     def _start(
         self, tensor: Tensor, devices: tuple[int, ...], finish: Callable[[dict[int, torch.Tensor]], Any], now: bool,
-        direct: bool, mutations: int | None,
+        direct: bool, mutations: int | None, rows: tuple[int, ...] | None = None,
     ) -> Promise[Any]:
         """Ask for the pieces of ``devices``; the promise gets what ``finish`` makes of them.
 
         Args:
             direct: the pieces make the whole by just being laid side by side.
             mutations: given when this is a fetch of the value, which others may share while it is under way.
+            rows: see ``_Fetching``.
         """
         spec = tensor._spec
         promise: Promise[Any] = Promise()
@@ -132,9 +133,9 @@ class Fetches:
                 }
         except (OSError, OverflowError, MemoryError) as error:
             # Nobody could make the value either, most likely: ask for no pieces, only for what became of it.
-            devices, finish = (), _no_room(spec, error)
+            devices, finish, rows = (), _no_room(spec, error), None
         fetch = Fetch(ticket, tensor._slot, spec.layout.mesh, tuple(devices), into, layout, offsets)
-        self._under_way[ticket] = _Fetching(promise, finish, tensor, full, parts)
+        self._under_way[ticket] = _Fetching(promise, finish, tensor, full, parts, rows)
         if mutations is not None:
             tensor._fetching = (mutations, promise)
         try:
@@ -164,8 +165,11 @@ class Fetches:
             elif fetching.parts is not None:
                 promise.set_result(fetching.finish(fetching.parts))
             else:
-                pieces = {piece.device: _tensor_of(piece) for value in settled.values for piece in value.pieces}
-                promise.set_result(fetching.finish(pieces))
+                found = {piece.device: piece for value in settled.values for piece in value.pieces}
+                if fetching.rows is not None:
+                    promise.set_result(_tensor_of([found[d] for d in fetching.rows], tensor._spec.layout.shape))
+                else:
+                    promise.set_result(fetching.finish({d: _tensor_of([piece], piece.shape) for d, piece in found.items()}))
         except Exception as error:
             promise.set_exception(error)
 
@@ -182,11 +186,11 @@ def _piece_shapes(spec: Spec, devices: Sequence[int]) -> list[tuple[int, ...]]:
     return [of[device] for device in devices]
 
 
-def _tensor_of(piece: Piece) -> torch.Tensor:
-    dtype = dtype_of(piece.dtype)
-    data = bytearray(piece.data or b"")
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(piece.shape)
+def _tensor_of(pieces: Sequence[Piece], shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of this shape whose elements are those of the pieces, one behind the other."""
+    dtype = dtype_of(pieces[0].dtype)
+    data = bytearray().join([piece.data or b"" for piece in pieces])
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _no_room(spec: Spec, error: Exception) -> Callable[[dict[int, torch.Tensor]], Any]:

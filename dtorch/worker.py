@@ -22,6 +22,7 @@ from dtorch.runtime.rewrite import RULES
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.worker import Worker
 from dtorch.transport import codec
+from dtorch.transport.codec import Frame
 from dtorch.transport.dial import connect
 from dtorch.transport.errors import ConnectionLostError, DTorchError
 from dtorch.transport.link import Link
@@ -152,14 +153,18 @@ async def _serve(args: dict[str, Any], life: _Life) -> None:
     executor = partial(Executor, folders=args.get("folders"), rules=tuple(args.get("rules", RULES)))
     worker = Worker(number, dict(args["virtual"]), table.resolve, group, send, custom.allow, executor=executor)
     life.worker = worker
-    receive, decode, handle = link.receive, codec.decode_to_worker, worker.handle
-    spinner = Spinner(asyncio.get_running_loop())
+    decode, handle = codec.decode_to_worker, worker.handle
+    touch = Spinner(asyncio.get_running_loop()).touch
+
+    def hear(frame: Frame) -> bool:
+        handle(decode(frame))
+        touch()
+        return not worker.stopped
+
     # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         try:
-            while not worker.stopped and (frame := await receive()) is not None:
-                handle(decode(frame))
-                spinner.touch()
+            await link.hear(hear)
         except Exception as error:
             # Not a call's failure: this process is of no use any more. The controller, if it is there, passes on why.
             with contextlib.suppress(ConnectionLostError):

@@ -25,8 +25,9 @@ if __name__ == "__main__":
 from dtorch.transport import forming, groups  # noqa: E402  the path has to be set first
 from dtorch.transport.errors import ConnectionLostError  # noqa: E402
 from dtorch.transport.groups import GlooGroup, Group, make_group, message_layout, pack, unpack  # noqa: E402
-from dtorch.transport.link import Link, Server  # noqa: E402
+from dtorch.transport.link import Link  # noqa: E402
 from dtorch.transport.messages import Hello  # noqa: E402
+from dtorch.transport.server import Server  # noqa: E402
 from dtorch.transport.store import SessionStore, StoreService  # noqa: E402
 
 TOKEN = "s3cret"

@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dtorch.transport import codec, dial, link
+from dtorch.transport import codec, dial, link, wire
 from dtorch.transport.dial import connect
 from dtorch.transport.errors import AuthError, ConnectionLostError, ProtocolError
-from dtorch.transport.link import Link, Server, memory_pair
+from dtorch.transport.link import Link, memory_pair
 from dtorch.transport.messages import PROTOCOL_VERSION, Done, Hello
+from dtorch.transport.server import Server
 
 TOKEN = "s3cret"
 HELLO = Hello(PROTOCOL_VERSION, 3, 99)
@@ -89,9 +90,7 @@ async def test_frames_arrive_whole_and_in_order_both_ways(kind: str, folder: Pat
             for frame in frames:
                 a.send_nowait(frame)
             for frame in frames:
-                got = await soon(b.receive())
-                assert got == frame
-                assert isinstance(got, bytes)
+                assert await soon(b.receive()) == frame
             assert a.pending_bytes == 0
 
 
@@ -163,6 +162,74 @@ async def test_cancelling_receive_loses_nothing(kind: str, folder: Path) -> None
             await reader
         near.send_nowait(b"kept")
         assert await soon(far.receive()) == b"kept"
+
+
+@every_kind
+async def test_frames_are_heard_in_order_until_enough(kind: str, folder: Path) -> None:
+    async with pair(kind, folder) as (near, far):
+        near.send_nowait(b"0")
+        near.send_nowait(b"1")
+        heard: list[bytes] = []
+        more = asyncio.Event()
+
+        def handle(frame: codec.Frame) -> bool:
+            heard.append(bytes(frame))
+            if len(heard) == 2:
+                more.set()
+            far.send_nowait(b"!" + frame)  # from within
+            return len(heard) < 100
+
+        hearing = asyncio.ensure_future(far.hear(handle))
+        await asyncio.wait_for(more.wait(), PATIENCE_S)
+        for i in range(2, 120):
+            near.send_nowait(str(i).encode())
+        await asyncio.wait_for(hearing, PATIENCE_S)
+        assert heard == [str(i).encode() for i in range(100)]
+        for i in range(100):
+            assert await soon(near.receive()) == f"!{i}".encode()
+        assert [await soon(far.receive()) for _ in range(20)] == [str(i).encode() for i in range(100, 120)]
+        hearing = asyncio.ensure_future(far.hear(handle))
+        await near.close("enough")
+        await asyncio.wait_for(hearing, PATIENCE_S)
+        assert await soon(far.receive()) is None
+        assert len(heard) == 100
+
+
+@every_kind
+async def test_what_a_hearer_raises_is_raised_to_whoever_hears(kind: str, folder: Path) -> None:
+    def handle(frame: codec.Frame) -> bool:
+        raise KeyError(bytes(frame))
+
+    async with pair(kind, folder) as (near, far):
+        hearing = asyncio.ensure_future(far.hear(handle))
+        await asyncio.sleep(0)  # one turn of the loop: let it begin
+        near.send_nowait(b"x")
+        near.send_nowait(b"behind")
+        with pytest.raises(KeyError, match="x"):
+            await asyncio.wait_for(hearing, PATIENCE_S)
+        assert await soon(far.receive()) == b"behind"
+
+
+@every_socket
+async def test_another_thread_sends_as_long_as_the_socket_takes_it(kind: str, folder: Path) -> None:
+    async with pair(kind, folder) as (near, far):
+        frames = [i.to_bytes(4, "big") * 50_001 for i in range(100)]
+
+        def send_all() -> int:
+            return next((n for n, frame in enumerate(frames) if not far.send_from_thread(frame)), len(frames))
+
+        num_sent = await asyncio.to_thread(send_all)
+        assert 0 < num_sent < len(frames)
+        far.send_nowait(b"from the loop")  # after the rest of the frame that the socket took in part
+        for frame in frames[:num_sent]:
+            assert await soon(near.receive()) == frame
+        assert await soon(near.receive()) == b"from the loop"
+        await asyncio.wait_for(far.wait_sent(), PATIENCE_S)
+        assert await asyncio.to_thread(far.send_from_thread, b"again")
+        assert await soon(near.receive()) == b"again"
+        await near.close()
+        assert await soon(far.receive()) is None
+        assert not far.send_from_thread(b"after the end")
 
 
 @every_socket
@@ -261,7 +328,7 @@ async def test_a_failing_handler_ends_its_link_and_is_logged(folder: Path, caplo
 
 
 async def test_a_peer_that_never_reads_cannot_hold_up_close(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(wire, "CLOSE_TIMEOUT_S", 0.05)
     async with pair("unix", folder) as (_, far):
         for _ in range(100):
             far.send_nowait(b"x" * 100_000)

@@ -197,6 +197,22 @@ def test_a_tick_sends_at_once_where_workers_have_nothing_to_do(client: Client) -
     assert len(client.outlet.calls) == 2
 
 
+def test_slots_that_died_wait_for_the_next_batch_or_for_a_pause(client: Client) -> None:
+    first, second = client.call(), client.call()
+    client.recorder.flush()
+    client.recorder.finished(1)
+    client.recorder.tick()
+    client.die(first)
+    client.call()
+    client.recorder.flush()
+    client.recorder.finished(2)
+    client.die(second)
+    client.recorder.tick()  # a batch has left since the last one
+    assert len(client.outlet.batches) == 2
+    client.recorder.tick()
+    assert [decode_body(batch.body)[1] for batch in client.outlet.batches] == [[], [(1, [first])], [(1, [second])]]
+
+
 def test_a_tick_in_the_middle_of_recording_waits_for_a_pause_while_workers_are_busy(client: Client) -> None:
     client.call()
     client.recorder.flush()
@@ -250,6 +266,59 @@ def test_a_loop_whose_first_calls_leave_at_once_meets_few_bodies(client: Client)
     bodies = [batch.body for batch in client.outlet.batches]
     assert len(bodies) == 40
     assert bodies[4:] == bodies[4:8] * 9  # what died in a step is announced with the next one's first call
+
+
+def ask(client: Client, slot: int) -> None:
+    client.recorder.fetch(Fetch(7, slot, 1, (0,)), now=True)
+
+
+def finish_all(client: Client) -> None:
+    for batch in client.outlet.batches:
+        client.recorder.finished(batch.seq)
+
+
+def sizes(client: Client) -> list[tuple[int, int]]:
+    return [(len(decode_body(batch.body)[0]), len(batch.fetches)) for batch in client.outlet.batches]
+
+
+def test_a_call_whose_value_is_asked_for_at_once_is_one_batch_from_the_second_time_on(client: Client) -> None:
+    for _ in range(4):
+        ask(client, first_after_a_pause(client))
+        finish_all(client)
+    assert sizes(client) == [(1, 0), (0, 1), (1, 1), (1, 1), (1, 1)]
+
+
+def test_a_first_call_that_waits_for_the_question_in_vain_is_sent_by_the_timer_and_the_next_one_leaves_at_once(
+    client: Client,
+) -> None:
+    ask(client, first_after_a_pause(client))
+    finish_all(client)
+    asked = client.outlet.num_asked
+    first_after_a_pause(client)
+    assert sizes(client) == [(1, 0), (0, 1)]
+    assert client.outlet.num_asked == asked + 1
+    client.recorder.tick()
+    client.recorder.flush()
+    finish_all(client)
+    assert sizes(client)[2:] == [(1, 0)]
+    first_after_a_pause(client)
+    assert sizes(client)[3:] == [(1, 0)]
+
+
+def test_where_more_is_recorded_before_the_value_is_asked_for_the_first_call_leaves_at_once(client: Client) -> None:
+    for _ in range(2):
+        first_after_a_pause(client)
+        ask(client, client.call())
+        finish_all(client)
+    assert sizes(client) == [(1, 0), (1, 1)] * 2
+    ask(client, first_after_a_pause(client))
+    finish_all(client)
+    first_after_a_pause(client)
+    ask(client, client.call())  # expected to be asked for at once, and was not
+    finish_all(client)
+    assert sizes(client)[4:] == [(1, 0), (0, 1), (2, 1)]
+    first_after_a_pause(client)
+    assert sizes(client)[7:] == [(1, 0)]
 
 
 async def test_a_running_loop_flushes_at_its_next_tick(client: Client) -> None:

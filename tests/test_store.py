@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dtorch.transport import dial
 from dtorch.transport.errors import AuthError, ConnectionLostError
-from dtorch.transport.link import Link, Server
+from dtorch.transport.link import Link
 from dtorch.transport.messages import Hello
+from dtorch.transport.server import Server
 from dtorch.transport.store import STORE_PATH, SessionStore, StoreService, StoreState
 
 TOKEN = "s3cret"

@@ -95,7 +95,10 @@ class Recorder:
         self._seq = 0
         self._next_signature = 1
         self._budget = FIRST_BATCH
-        self._whole_budget = 0  # what the budget was before the timer sent a part of the batch; 0: it did not
+        self._whole_budget = 0  # what the budget was before a part of the batch was sent; 0: all of it is here
+        self._led = 0  # the last batch that was a first call, alone
+        self._holds = False  # such a call waits: a moment ago its value was asked for before anything else was recorded
+        self._held = False  # the batch that is being recorded begins with one that waits
         self._delay_s = TIMER_S
         self._granted = 0
         self._capture: int | None = None  # the thread that captures
@@ -152,7 +155,9 @@ class Recorder:
                     full = True
                 if self.spans is not None and not self._granted:
                     self._began = (perf_counter_ns(), threading.current_thread().name)
-                if self._leads():
+                if self._is_first() and self._holds:
+                    self._held = True
+                elif self._is_first():
                     self.expects_after_put = True
                     self._granted = 1
                     self._lent.extend(self._pool.lend(1))
@@ -165,9 +170,13 @@ class Recorder:
             self._wait_for_room()
         return slot
 
-    def _leads(self) -> bool:
-        """Whether the call that asks for a slot is the first after a pause, and workers have nothing to do: it leaves at once,
-        alone, whatever the client does next, and the rest of its batch ends where it would have ended."""
+    def _is_first(self) -> bool:
+        """Whether the call that asks for a slot is the first after a pause, and workers have nothing to do.
+
+        It leaves at once, alone, whatever the client does next, and the rest of its batch ends where it would have ended.
+        Where the value of the last such call was asked for before anything else was recorded, the next one waits for that:
+        one batch in place of two. The loop's tick or the timer sends it if nothing comes.
+        """
         return not self._granted and not self._sources and self._budget == FIRST_BATCH and self._whole_budget == 0
 
     def draw(self, entries: tuple[Any, ...]) -> None:
@@ -203,6 +212,7 @@ class Recorder:
         if self.expects_after_put:
             self.expects_after_put = False
             self._flush_part()
+            self._led = self._seq
             return
         if len(self._buffer) >= 3 * LARGEST_BATCH and self._capture is None:
             with self._lock:
@@ -266,7 +276,8 @@ class Recorder:
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
         plan would be found again; a batch that ends where the client paused or where it is full does not. Workers that have
         nothing to do are given what there is all the same, unless the client records fast and will have filled it soon; the
-        rest of that batch ends where it would have ended, and while the client goes on the timer comes ever less often.
+        rest of that batch ends where it would have ended, and while the client goes on the timer comes ever less often. Slots
+        of tensors that died, with no calls, wait for a pause or for the next batch.
         """
         self._timed = False
         self._no_hurry()
@@ -277,7 +288,7 @@ class Recorder:
             return
         self._last_length = length
         self._delay_s = min(2 * self._delay_s, LONGEST_TIMER_S)
-        if not self._sources and grown <= 3 * FIRST_BATCH:
+        if self._buffer and not self._sources and grown <= 3 * FIRST_BATCH:
             self._flush_part()
         if self._buffer or any(self._dead.values()):
             self.wake()
@@ -415,6 +426,10 @@ class Recorder:
         self._ticking = False
         self._granted = 0
         if calls or frees or self._fetches or self._definitions:
+            if self._held:
+                self._holds, self._held = len(calls) == 1 and bool(self._fetches), False
+            elif self._led and self._led == self._seq and self._fetches:
+                self._holds = not calls
             self._seq += 1
             spans = self.spans
             flushing = 0 if spans is None else perf_counter_ns()

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import threading
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -48,9 +49,11 @@ from dtorch.runtime.room import Room
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
+from dtorch.transport.codec import Frame
 from dtorch.transport.errors import ConnectionLostError, DTorchError, ProtocolError
-from dtorch.transport.link import Link, Server
+from dtorch.transport.link import Link
 from dtorch.transport.messages import Done, Hello, Statistics
+from dtorch.transport.server import Server
 from dtorch.transport.store import StoreService
 
 logger = logging.getLogger(__name__)
@@ -464,32 +467,35 @@ class ControllerThread:
         self._links[worker] = link
         logger.debug("worker %d of session %d is up: process %d", worker, self._controller.session, hello.pid)
         self._handle(Joined(worker))
-        receive, decode = link.receive, codec.decode_from_worker
-        while (frame := await receive()) is not None:
-            try:
-                spans = self.spans
-                began = 0 if spans is None else perf_counter_ns()
-                message = decode(frame)
-                with self._turn:
-                    rest = self._send(self._controller.handle(Received(worker, message)))
-                self._perform(rest)
-                self.live.of(worker).received_bytes += len(frame)
-                if type(message) is Done:
-                    self.live.done(worker, message.busy_ns)
-                if spans is not None:
-                    name = type(message).__name__.lower()
-                    spans.add("controller", name, began, row="event loop", worker=worker, bytes=len(frame))
-            except ProtocolError as error:
-                self._exited(worker, f"it sent what cannot be right: {error}")
-                break
-            except Exception as error:
-                logger.debug("the controller failed", exc_info=True)
-                self._fail(error)
-                break
+        await link.hear(partial(self._hear, worker))
         self._links.pop(worker, None)
         if not (self._stopping and self._stopping.is_set()):
             # The fork server reports how it ended; this only covers a worker that is alive but hung up.
             self.loop.call_later(0.5, self._exited, worker, "its connection closed")
+
+    def _hear(self, worker: int, frame: Frame) -> bool:
+        """What a worker says; the answer is whether it is listened to any longer."""
+        try:
+            spans = self.spans
+            began = 0 if spans is None else perf_counter_ns()
+            message = codec.decode_from_worker(frame)
+            with self._turn:
+                rest = self._send(self._controller.handle(Received(worker, message)))
+            self._perform(rest)
+            self.live.of(worker).received_bytes += len(frame)
+            if type(message) is Done:
+                self.live.done(worker, message.busy_ns)
+            if spans is not None:
+                name = type(message).__name__.lower()
+                spans.add("controller", name, began, row="event loop", worker=worker, bytes=len(frame))
+        except ProtocolError as error:
+            self._exited(worker, f"it sent what cannot be right: {error}")
+            return False
+        except Exception as error:
+            logger.debug("the controller failed", exc_info=True)
+            self._fail(error)
+            return False
+        return True
 
     def _exited(self, worker: int, reason: str) -> None:
         logger.debug("worker %d of session %d has ended: %s", worker, self._controller.session, reason)

@@ -242,10 +242,10 @@ class Worker:
         for device, value in held:
             if device not in fetch.devices:
                 continue
-            tensor = value.detach()
             data = None
             tracer, at = executor.tracer, executor.index_of((mesh.kind, device))
             began = 0 if tracer is None else tracer.mark(at)
+            tensor = value
             if stream is not None:
                 offset = fetch.offsets[fetch.devices.index(device)]
                 self._streaming().give(stream.stream, offset, _flat(tensor))
@@ -282,8 +282,9 @@ class Worker:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """The elements, row-major."""
-    flat = _flat(tensor)
-    return ctypes.string_at(flat.data_ptr(), flat.numel()) if flat.numel() else b""
+    plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg() and not tensor.is_conj()
+    flat = tensor if plain and tensor.is_contiguous() else _flat(tensor)
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

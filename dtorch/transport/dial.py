@@ -31,7 +31,7 @@ async def connect(address: str, token: str, hello: Hello) -> Link:
         ConnectionLostError: no server there, or it went away.
         ProtocolError: the server refused the Hello or is no dtorch controller.
     """
-    link, frame = await dial(address, WORKER_PATH, token, codec.encode(hello))
+    link, frame = await dial(address, WORKER_PATH, token, codec.encode(hello), past_aiohttp=True)
     try:
         welcome = codec.decode_to_worker(frame)
         if not isinstance(welcome, Welcome) or welcome.version != PROTOCOL_VERSION:
@@ -52,7 +52,7 @@ async def dial(
         address: as of ``split_address``.
         token: sent as a bearer token.
         tls: whom to trust, for a "tls" address; the system's authorities by default.
-        past_aiohttp: the link will carry much, see ``wire.py``.
+        past_aiohttp: see ``wire.py``.
 
     Raises:
         AuthError: the server does not know the token, or its certificate is not trusted.

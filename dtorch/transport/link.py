@@ -1,7 +1,8 @@
 """Links: ordered streams of frames between a controller and a worker.
 
 ``Link`` is the interface. ``WebSocketLink`` runs it over aiohttp on a unix socket or TCP; ``memory_pair`` runs it
-inside one process, for tests. ``Server`` accepts links and ``connect`` (in ``dial.py``) makes one; both do the handshake:
+inside one process, for tests; ``wire.py`` takes a websocket's connection over from aiohttp, which is what workers and
+controllers use. ``Server`` (in ``server.py``) accepts links and ``connect`` (in ``dial.py``) makes one; both do the handshake:
 
     worker                                   controller
       | -- GET /v1/worker, Bearer token -----> |   401 unless the token is right
@@ -15,24 +16,17 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import hmac
 import logging
-import os
-import threading
 import types
-import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from . import codec
 from .codec import Frame
-from .errors import ConnectionLostError, ProtocolError
-from .messages import PROTOCOL_VERSION, Hello, Welcome
-from .patience import within
+from .errors import ConnectionLostError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +35,6 @@ HANDSHAKE_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 2.0
 """How long ``close`` may flush and wait for the peer's goodbye before it drops the connection."""
 
-_UNIX_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 REASON_BYTES = 120  # a close frame carries at most 123
 
 
@@ -102,6 +95,12 @@ class Link(abc.ABC):
     async def receive(self) -> Frame | None:
         """The next frame, or None once the link has ended. One task at a time; cancelling it loses no frame."""
 
+    async def hear(self, handle: Callable[[Frame], bool]) -> None:
+        """Call ``handle`` with each frame as it comes, until it says False or the link has ended; in place of ``receive``.
+        What it raises is raised here."""
+        while (frame := await self.receive()) is not None and handle(frame):
+            pass
+
     @abc.abstractmethod
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         """Send what is pending, say goodbye and end; ``receive`` gives None from now on. Calling again does nothing."""
@@ -128,14 +127,6 @@ class WebSocketLink(Link):
         self._pending = 0
         self._flusher: asyncio.Task[None] | None = None
         self._closed = False
-        # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
-        self._loop = asyncio.get_running_loop()
-        self._transport: Any = None
-        self._direct: int | None = None
-        self._rest = b""  # what a direct write left over of its frame; goes out before anything else
-        self._write_lock = threading.Lock()
-        if isinstance(ws, web.WebSocketResponse):
-            self._open_direct(ws)
 
     @property
     def pending_bytes(self) -> int:
@@ -147,7 +138,7 @@ class WebSocketLink(Link):
 
     def let_go(self) -> Callable[[], Awaitable[None]] | None:
         """Another link uses the connection from now on; the answer is what frees what else it holds."""
-        self._end_direct()
+        self._closed = True
         release, self._release = self._release, None
         return release
 
@@ -159,51 +150,10 @@ class WebSocketLink(Link):
         if connection is not None:
             _shutdown(connection)
 
-    def _open_direct(self, ws: web.WebSocketResponse) -> None:
-        """Frames of a server are not masked, so without TLS they can be written past aiohttp."""
-        plain = ws.get_extra_info("socket")
-        if plain is None or ws.get_extra_info("sslcontext") is not None:
-            return
-        self._transport = ws._req.transport if ws._req is not None else None
-        if self._transport is not None:
-            self._direct = os.dup(plain.fileno())  # does not block, as the original does not
-            self._close_direct = weakref.finalize(self, os.close, self._direct)
-
-    def send_from_thread(self, frame: Frame) -> bool:
-        with self._write_lock:
-            direct = self._direct
-            if direct is None or self._closed or self._flusher is not None or self._rest:
-                return False
-            if self._transport.get_write_buffer_size():
-                return False
-            size = len(frame)
-            if size < 126:
-                head = bytes((0x82, size))
-            elif size < 1 << 16:
-                head = b"\x82\x7e" + size.to_bytes(2, "big")
-            else:
-                head = b"\x82\x7f" + size.to_bytes(8, "big")
-            try:
-                sent = os.writev(direct, (head, frame))
-            except OSError:  # full, or cut: the loop's thread finds out which
-                return False
-            if sent < len(head) + size:
-                self._rest = (head + frame)[sent:]
-                self._loop.call_soon_threadsafe(self._send_rest)
-            return True
-
-    def _send_rest(self) -> None:
-        with self._write_lock:
-            if self._rest and not self._transport.is_closing():
-                self._transport.write(self._rest)
-            self._rest = b""
-
     def send_nowait(self, *pieces: Frame) -> None:
         if self._closed:
             raise ConnectionLostError(self.reason or "the link is closed")
         frame = _joined(pieces)
-        if self._rest:
-            self._send_rest()
         if self._flusher is not None:
             self._queue.append(frame)
             self._pending += len(frame)
@@ -229,7 +179,6 @@ class WebSocketLink(Link):
                 self._pending -= len(frame)
         except ConnectionError as error:
             self.reason = self.reason or str(error)  # the reader learns of the cut by itself
-            self._end_direct()
         finally:
             self._queue.clear()
             self._pending = 0
@@ -260,9 +209,7 @@ class WebSocketLink(Link):
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         if self._closed and self._ws.closed and self._release is None:
             return
-        self._end_direct()
-        if self._rest:
-            self._send_rest()
+        self._closed = True
         self.reason = self.reason or reason
         release, self._release = self._release, None
         try:
@@ -276,14 +223,6 @@ class WebSocketLink(Link):
                 self._flusher.cancel()
             if release is not None:
                 await release()
-
-    def _end_direct(self) -> None:
-        """No thread sends any more."""
-        with self._write_lock:
-            self._closed = True
-            if self._direct is not None:
-                self._direct = None
-                self._close_direct()
 
     async def _goodbye(self, reason: str, code: int) -> None:
         if self._flusher is not None:
@@ -380,142 +319,3 @@ def memory_pair() -> tuple[Link, Link]:
     a, b = _MemoryLink(), _MemoryLink()
     a._peer, b._peer = b, a
     return a, b
-
-
-class Server:
-    """Accepts links of workers, and serves further routes under the same token.
-
-    Attributes:
-        address: what ``connect`` wants: ``"unix:/path"`` or ``"tcp:host:port"``.
-    """
-
-    def __init__(self, token: str, on_link: Callable[[Link, Hello], Awaitable[None]], session: int) -> None:
-        self._token = token
-        self._on_link = on_link
-        self._session = session
-        self._links: set[WebSocketLink] = set()
-        self._runner: web.AppRunner | None = None
-        self._path: str | None = None
-        self.address = ""
-
-    @classmethod
-    async def start(
-        cls,
-        *,
-        path: str | None = None,
-        host: str | None = None,
-        port: int = 0,
-        token: str,
-        on_link: Callable[[Link, Hello], Awaitable[None]],
-        routes: Iterable[web.AbstractRouteDef] = (),
-        session: int = 0,
-    ) -> Server:
-        """Listen on a unix socket at ``path`` or on TCP ``host``.
-
-        Args:
-            path: where to make the socket; its folder should be private to the user.
-            host: interface to listen on, in place of ``path``.
-            port: 0 takes a free one.
-            token: what every request must bear.
-            on_link: owns the link after a good handshake; the link is closed when it returns.
-            routes: further aiohttp routes; they too need the token.
-            session: number told to workers in the Welcome.
-        """
-        if (path is None) == (host is None):
-            raise ValueError("a server listens on a path or on a host: give exactly one")
-        if not token:
-            raise ValueError("a server needs a token that is not empty")
-        if path is not None and len(os.fsencode(path)) > _UNIX_PATH_BYTES:
-            raise ValueError(f"the socket path has {len(path)} characters, {_UNIX_PATH_BYTES} is the limit: {path}")
-        self = cls(token, on_link, session)
-        app = web.Application(middlewares=[self._check_token], client_max_size=64 * 1024 * 1024)
-        app.router.add_get(WORKER_PATH, self._accept)
-        app.router.add_routes(routes)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_TIMEOUT_S)
-        await self._runner.setup()
-        try:
-            if path is not None:
-                await web.UnixSite(self._runner, path).start()
-                os.chmod(path, 0o600)
-                self._path = path
-                self.address = f"unix:{path}"
-            else:
-                await web.TCPSite(self._runner, host, port).start()
-                self.address = f"tcp:{host}:{self._runner.addresses[0][1]}"
-        except BaseException:
-            await self._runner.cleanup()
-            raise
-        return self
-
-    async def stop(self) -> None:
-        """Close every link, then the listening socket."""
-        links = list(self._links)
-        await asyncio.gather(*(link.close("the server stops", WSCloseCode.GOING_AWAY) for link in links))
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-        if self._path is not None:
-            _remove_socket(self._path)
-            self._path = None
-
-    @web.middleware
-    async def _check_token(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token.encode())
-        if scheme != "Bearer" or not right:
-            raise web.HTTPUnauthorized(text="a bearer token is needed, and it must be this server's")
-        return await handler(request)
-
-    async def _accept(self, request: web.Request) -> web.StreamResponse:
-        ws = web.WebSocketResponse(
-            timeout=CLOSE_TIMEOUT_S, compress=False, heartbeat=None, max_msg_size=codec.MAX_FRAME_BYTES + 1
-        )
-        try:
-            await ws.prepare(request)
-        except ConnectionError:  # the peer has ended meanwhile
-            return web.Response(status=400)
-        link = WebSocketLink(ws)
-        self._links.add(link)
-        try:
-            hello = await self._greet(link)
-            if hello is not None:
-                await self._on_link(link, hello)
-        except ConnectionLostError as error:  # the peer has ended, or this side is about to
-            logger.debug("a link was lost: %s", error)
-        except Exception:
-            logger.exception("the handler of a link failed")
-            await link.close("internal error", WSCloseCode.INTERNAL_ERROR)
-        finally:
-            self._links.discard(link)
-            await link.close()
-        return ws
-
-    async def _greet(self, link: WebSocketLink) -> Hello | None:
-        """The peer's Hello, answered; or None after closing the link with a reason."""
-        try:
-            frame = await within(link.receive(), HANDSHAKE_TIMEOUT_S)
-            if frame is None:
-                return None
-            hello = codec.decode_from_worker(frame)
-            if not isinstance(hello, Hello):
-                raise ProtocolError(f"expected Hello first, got {type(hello).__name__}")
-            if hello.version != PROTOCOL_VERSION:
-                raise ProtocolError(f"this controller speaks version {PROTOCOL_VERSION}, the worker {hello.version}")
-        except asyncio.TimeoutError:
-            await link.close("no Hello in time", WSCloseCode.POLICY_VIOLATION)
-            return None
-        except ProtocolError as error:
-            logger.warning("refused a peer: %s", error)
-            await link.close(str(error), WSCloseCode.PROTOCOL_ERROR)
-            return None
-        link.send_nowait(codec.encode(Welcome(PROTOCOL_VERSION, self._session)))
-        return hello
-
-
-def _remove_socket(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:  # newer Pythons remove it as the listening socket closes
-        logger.debug("%s is gone already", path)

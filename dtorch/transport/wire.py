@@ -1,13 +1,17 @@
-"""A link over a websocket whose opening aiohttp has done, and that is read and written here, for the sake of large frames.
+"""A link over a websocket whose opening aiohttp has done, and that is read and written here.
 
-Bytes are the same as aiohttp's. A frame's payload is received where it stays, and sent from where it lies, in as many pieces as
-it is given; a client masks with a key of zeros, which changes nothing. aiohttp joins and copies each frame several times.
+Bytes are the same as aiohttp's. The payload of a large frame is received where it stays, and sent from where it lies, in as
+many pieces as it is given; a client masks with a key of zeros, which changes nothing. aiohttp joins and copies each frame
+several times. A small frame is handled in the step of the loop that reads it (``hear``); aiohttp wakes a task for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -32,11 +36,12 @@ _LANDING_BYTES, _BEGIN_BYTES = 64 * 1024, 512
 """Frames from this size on may land; so much of them is looked at."""
 
 
-def take_over(link: WebSocketLink, max_bytes: int) -> Link:
+def take_over(link: WebSocketLink, max_bytes: int, threads: bool = False) -> Link:
     """Go on with a websocket's connection without aiohttp. Only while the peer waits for a word from this end.
 
     Args:
         max_bytes: of a frame; a larger one ends the link.
+        threads: other threads will send too. It costs a descriptor.
 
     Returns:
         The link to use from now on: the given one, where the connection cannot be had.
@@ -60,6 +65,8 @@ def take_over(link: WebSocketLink, max_bytes: int) -> Link:
     transport.resume_reading()
     if isinstance(ws, web.WebSocketResponse):
         ws._closed = True  # no goodbye of aiohttp's when the handler returns
+    if threads:
+        taken.open_direct()
     return taken
 
 
@@ -97,6 +104,13 @@ class WireLink(Link, asyncio.BufferedProtocol):
         self._drained.set()
         self._parted = asyncio.Event()  # the peer has said goodbye, or the connection has ended
         self._closed = False
+        self._handle: Callable[[Frame], bool] | None = None  # who hears frames as they come
+        self._fault: BaseException | None = None  # what it raised
+        # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
+        self._loop = asyncio.get_running_loop()
+        self._write_lock = threading.Lock()
+        self._direct: int | None = None
+        self._rest = b""  # what a direct write left over of its frame; goes out before anything else
         transport.set_write_buffer_limits(high=0)
 
     # ---- the link
@@ -116,20 +130,62 @@ class WireLink(Link, asyncio.BufferedProtocol):
             raise ConnectionLostError(self.reason or "the link is closed")
         self._write(_BINARY, *pieces)
 
-    def _write(self, opcode: int, *pieces: Frame) -> None:
-        size = sum(map(len, pieces))
+    def open_direct(self) -> None:
+        """Let other threads send, where there is no TLS between."""
+        plain = self._transport.get_extra_info("socket")
+        if plain is not None and self._transport.get_extra_info("sslcontext") is None:
+            self._direct = os.dup(plain.fileno())  # does not block, as the original does not
+            self._close_direct = weakref.finalize(self, os.close, self._direct)
+
+    def send_from_thread(self, frame: Frame) -> bool:
+        with self._write_lock:
+            if self._direct is None or self._closed or self._rest or self._transport.get_write_buffer_size():
+                return False
+            head = self._head_of(_BINARY, len(frame))
+            try:
+                sent = os.writev(self._direct, (head, frame))
+            except OSError:  # full, or cut: the loop's thread finds out which
+                return False
+            if sent < len(head) + len(frame):
+                self._rest = (head + frame)[sent:]
+                self._loop.call_soon_threadsafe(self._send_rest)
+            return True
+
+    def _send_rest(self) -> None:
+        with self._write_lock:
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        rest, self._rest = self._rest, b""
+        if rest and not self._transport.is_closing():
+            self._transport.write(rest)
+
+    def _end_direct(self) -> None:
+        """No thread sends any more."""
+        with self._write_lock:
+            if self._direct is not None:
+                self._direct = None
+                self._close_direct()
+
+    def _head_of(self, opcode: int, size: int) -> bytes:
         if size < 126:
             head = bytes((0x80 | opcode, self._mask | size))
         elif size < 1 << 16:
             head = bytes((0x80 | opcode, self._mask | 126)) + size.to_bytes(2, "big")
         else:
             head = bytes((0x80 | opcode, self._mask | 127)) + size.to_bytes(8, "big")
-        if self._mask:
-            head += bytes(4)
-        if size < _JOIN_BYTES:
-            self._transport.write(b"".join((head, *pieces)))
-        else:
-            self._transport.writelines((head, *pieces))
+        return head + bytes(4) if self._mask else head
+
+    def _write(self, opcode: int, *pieces: Frame) -> None:
+        size = sum(map(len, pieces))
+        head = self._head_of(opcode, size)
+        with self._write_lock:
+            if self._rest:
+                self._write_rest()
+            if size < _JOIN_BYTES:
+                self._transport.write(b"".join((head, *pieces)))
+            else:
+                self._transport.writelines((head, *pieces))
 
     async def wait_sent(self) -> None:
         await self._drained.wait()
@@ -150,10 +206,29 @@ class WireLink(Link, asyncio.BufferedProtocol):
             await self._news.wait()
         return None
 
+    async def hear(self, handle: Callable[[Frame], bool]) -> None:
+        while self._inbox:
+            frame = await self.receive()
+            if frame is None or not handle(frame):
+                return
+        self._handle = handle
+        try:
+            while self._handle is not None and not self._closed and not self._parted.is_set():
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            stopped, self._handle = self._handle is None, None
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+        if not stopped:
+            await self.close()
+
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         if self._closed:
             return
         self._closed = True
+        self._end_direct()
         self.reason = self.reason or reason
         self._news.set()
         self._inbox.clear()
@@ -186,6 +261,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
         return False
 
     def _part(self) -> None:
+        self._end_direct()
         self._parted.set()
         self._news.set()
 
@@ -252,6 +328,10 @@ class WireLink(Link, asyncio.BufferedProtocol):
                 else:
                     self._payload, self._filled = target, there
                 return True
+        if size <= have - at and not any(key):
+            self._start += at + size
+            self._come(bytes(self._scratch[start + at : start + at + size]))
+            return True
         payload = np.empty(size, np.uint8).data if size else memoryview(b"")
         there = min(size, have - at)
         if there:
@@ -263,7 +343,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._payload, self._filled = payload, there
         return True
 
-    def _come(self, payload: memoryview) -> None:
+    def _come(self, payload: Frame) -> None:
         """A frame is here."""
         self._payload = None
         opcode, is_last, key = self._head
@@ -296,6 +376,15 @@ class WireLink(Link, asyncio.BufferedProtocol):
 
     def _deliver(self, frame: Frame) -> None:
         if self._closed:
+            return
+        if self._handle is not None:
+            try:
+                if self._handle(frame):
+                    return
+            except BaseException as error:
+                self._fault = error
+            self._handle = None
+            self._news.set()
             return
         self._inbox.append(frame)
         self._inbox_bytes += len(frame)
