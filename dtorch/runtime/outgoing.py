@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -35,3 +35,16 @@ class Outgoing(msgspec.Struct):
     def signatures(self) -> set[int]:
         """Signatures that are called."""
         return {call[0] for call in self.calls}
+
+
+class Outlet(Protocol):
+    """Where batches go: the controller's shell, or a list in tests. Called in the client's thread."""
+
+    def submit(self, batch: Outgoing) -> None: ...
+    def request_flush(self, delay_s: float) -> None:
+        """Call ``Recorder.tick`` from another thread after about ``delay_s``."""
+        ...
+
+    def wait_for_room(self) -> None:
+        """Block while too many batches are in flight."""
+        ...

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from dtorch.runtime.lineage import blob_bytes
-from dtorch.runtime.outgoing import Outgoing
+from dtorch.runtime.outgoing import Outgoing, Outlet
 from dtorch.runtime.room import MAX_BATCHES
 from dtorch.runtime.slots import SlotPool
 from dtorch.runtime.spin import quick_switches
@@ -59,19 +59,6 @@ class Captured:
     dead: set[int]
 
 
-class Outlet(Protocol):
-    """Where batches go: the controller's shell, or a list in tests. Called in the client's thread."""
-
-    def submit(self, batch: Outgoing) -> None: ...
-    def request_flush(self, delay_s: float) -> None:
-        """Call ``Recorder.tick`` from another thread after about ``delay_s``."""
-        ...
-
-    def wait_for_room(self) -> None:
-        """Block while too many batches are in flight."""
-        ...
-
-
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -97,8 +84,7 @@ class Recorder:
         self._budget = FIRST_BATCH
         self._whole_budget = 0  # what the budget was before a part of the batch was sent; 0: all of it is here
         self._led = 0  # the last batch that was a first call, alone
-        self._holds = False  # such a call waits: a moment ago its value was asked for before anything else was recorded
-        self._held = False  # the batch that is being recorded begins with one that waits
+        self._holds = self._held = False  # such a call waits for its value to be asked for, as a moment ago; one does now
         self._delay_s = TIMER_S
         self._granted = 0
         self._capture: int | None = None  # the thread that captures
@@ -173,9 +159,8 @@ class Recorder:
     def _is_first(self) -> bool:
         """Whether the call that asks for a slot is the first after a pause, and workers have nothing to do.
 
-        It leaves at once, alone, whatever the client does next, and the rest of its batch ends where it would have ended.
-        Where the value of the last such call was asked for before anything else was recorded, the next one waits for that:
-        one batch in place of two. The loop's tick or the timer sends it if nothing comes.
+        It leaves at once, alone, and the rest of its batch ends where it would have ended. Where the value of the last such
+        call was asked for before anything else, it waits for that, a tick or the timer: one batch in place of two.
         """
         return not self._granted and not self._sources and self._budget == FIRST_BATCH and self._whole_budget == 0
 
@@ -276,8 +261,8 @@ class Recorder:
         A batch that ends wherever a clock says would give its bytes a new shape every time round a loop, and no compiled
         plan would be found again; a batch that ends where the client paused or where it is full does not. Workers that have
         nothing to do are given what there is all the same, unless the client records fast and will have filled it soon; the
-        rest of that batch ends where it would have ended, and while the client goes on the timer comes ever less often. Slots
-        of tensors that died, with no calls, wait for a pause or for the next batch.
+        rest of that batch ends where it would have ended, and while the client goes on the timer comes ever less often. Dead
+        slots alone wait for a pause.
         """
         self._timed = False
         self._no_hurry()
