@@ -42,6 +42,10 @@ def main() -> None:
         for _ in range(num):
             np.asarray(x + y)
 
+    def fetch_alone(num: int) -> None:
+        for _ in range(num):
+            np.asarray(alone + alone)
+
     found: dict[str, float] = {}
     bodies = {"record x + y": chain, "chain, 2 devices": chain_to_end, "chain, 1 device": chain_of_one}
     for name, body in bodies.items():
@@ -50,9 +54,10 @@ def main() -> None:
             per_op_us(body, NUM_OPS, after=lambda: np.asarray(x + y)) for _ in range(1 + NUM_REPETITIONS)
         ]
         found[name] = Samples(samples[1:]).median
-    one = Samples([per_op_us(fetch, 1) for _ in range(NUM_FETCHES)][NUM_FETCHES // 10 :])
-    for percent in (50, 99):
-        found[f"op and value, 2 devices, blocking, p{percent}"] = one.quantile(percent / 100)
+    for devices, body in (("", fetch_alone), ("2 devices, ", fetch)):
+        one = Samples([per_op_us(body, 1) for _ in range(NUM_FETCHES)][NUM_FETCHES // 10 :])
+        for percent in (50, 99):
+            found[f"op and value, {devices}blocking, p{percent}"] = one.quantile(percent / 100)
     print(json.dumps(found))
 
 
