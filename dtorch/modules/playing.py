@@ -24,18 +24,14 @@ Pure, but for compiling. Names of attributes come in as literals only.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
+
+from dtorch.written import function
 
 ABSENT, EMPTY, SAME, EQUAL = "absent", "empty", "same", "equal"
 """What a place is to be: without an entry; false (no hooks); the same object; equal (the plan's own hooks)."""
-
-_FILE = str(Path(__file__).with_name("_compiled_playing.py"))  # no such file: what tracebacks name, and ours by its place
 
 
 @dataclass
@@ -99,7 +95,7 @@ def holding(places: Places, inputs: Sequence[str], names: dict[str, Any]) -> Cal
     """The parameters and buffers, if everything is as it was; else None. Arguments are those of ``calling``."""
     fetch = f"found = [{', '.join(inputs)}]"
     text = f"def holds():\n{_found(places, [fetch], 'None', '    ')}    return found\n"
-    return made(text, "holds", {**places.names, **names})  # type: ignore[no-any-return]
+    return function(text, "holds", {**places.names, **names}, "holds")  # type: ignore[no-any-return]
 
 
 def calling(places: Places, num_args: int, inputs: Sequence[str], names: dict[str, Any]) -> Any:
@@ -126,7 +122,7 @@ def calling(places: Places, num_args: int, inputs: Sequence[str], names: dict[st
         f"    made = play(getframe(2), {', '.join(f'{name}._slot' for name in both)})\n"
         "    return slowly(args, kwargs) if made is None else made\n"
     )
-    return made(text, "call", {**places.names, **names})
+    return function(text, "call", {**places.names, **names}, "call")
 
 
 def playing(
@@ -166,18 +162,4 @@ def playing(
     lines += ["out = new(Tensor)", "out._spec = spec", f"out._slot = {slot(result)}", "return faced(out)"]
     given = ", ".join(f"i{i}" for i in range(num_inputs))
     text = f"def play(frame, {given}):\n" + "".join(f"    {line}\n" for line in lines)
-    return made(text, "play", {**names, **own})  # type: ignore[no-any-return]
-
-
-def made(text: str, name: str, names: dict[str, Any]) -> Any:
-    """The function ``name`` that ``text`` defines, which knows ``names``."""
-    known = dict(names)
-    exec(_code(text), known)
-    return known[name]
-
-
-@lru_cache(maxsize=1024)
-def _code(text: str) -> CodeType:
-    name = f"{_FILE}:{hash(text) & 0xFFFFFFFF:08x}"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    return compile(text, name, "exec")
+    return function(text, "play", {**names, **own}, "play")  # type: ignore[no-any-return]

@@ -18,14 +18,12 @@ Pure, but for compiling.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from pathlib import Path
 from sys import _getframe
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +31,7 @@ import torch
 from dtorch.frames import INSIDE, source
 from dtorch.runtime.signature import Signature
 from dtorch.tensor import Tensor
+from dtorch.written import function
 
 Way = Callable[[tuple[Any, ...], dict[str, Any], FrameType], Any]
 """Records a call of the pattern: (args, kwargs, the caller's frame) -> the result."""
@@ -68,10 +67,10 @@ class Face:
     names: dict[str, Any]
 
 
-_FILE = str(Path(__file__).with_name("_compiled_patterns.py"))  # no such file: what tracebacks name, and ours by its place
 _INT64, _UINT64 = -(2**63), 2**64 - 1
 
 
+@lru_cache(maxsize=4096)
 def source_of(roles: str, names: tuple[str, ...], face: Face) -> str:
     """The function of a pattern.
 
@@ -138,28 +137,31 @@ def _of_list(i: int, face: Face) -> list[str]:
 
 
 _FIND = """\
-    if kwargs:
-        kinds = (*kwargs, *map(type, args), *map(type, kwargs.values()))
-    elif len(args) == 2:
-        kinds = type(args[0]), type(args[1])
-    elif len(args) == 1:
-        kinds = type(args[0])
-    else:
-        kinds = (*map(type, args),)
-    way = known(kinds)
-    if way is None:
-        way = ways[kinds] = learn(args, kwargs)
+        if kwargs:
+            kinds = (*kwargs, *map(type, args), *map(type, kwargs.values()))
+        elif len(args) == 2:
+            kinds = type(args[0]), type(args[1])
+        elif len(args) == 1:
+            kinds = type(args[0])
+        else:
+            kinds = (*map(type, args),)
+        way = known(kinds)
+        if way is None:
+            way = ways[kinds] = learn(args, kwargs)
 """
 _ENTRANCES = f"""\
-def record(args, kwargs, frame=None):
-    if frame is None:
-        frame = getframe(1)
+def entrances(ways, known, learn):
+    def record(args, kwargs, frame=None):
+        if frame is None:
+            frame = getframe(1)
 {_FIND}\
-    return way(args, kwargs, frame)
+        return way(args, kwargs, frame)
 
-def call(*args, **kwargs):
+    def call(*args, **kwargs):
 {_FIND}\
-    return way(args, kwargs, getframe(1))
+        return way(args, kwargs, getframe(1))
+
+    return record, call
 """
 
 
@@ -177,21 +179,7 @@ class Entrances(NamedTuple):
 
 def entrances(ways: dict[Any, Way], learn: Callable[[tuple[Any, ...], dict[str, Any]], Way]) -> Entrances:
     """The entrances to ``ways``, by types of arguments; ``learn`` makes the way of those that are new."""
-    made: dict[str, Any] = {"ways": ways, "known": ways.get, "learn": learn, "getframe": _getframe, **_HIDDEN}
-    exec(_compiled(_ENTRANCES, "entrances"), made)
-    return Entrances(made["record"], made["call"])
-
-
-@lru_cache(maxsize=4096)
-def _code(roles: str, names: tuple[str, ...], face: Face) -> CodeType:
-    return _compiled(source_of(roles, names, face), f"{roles}:{','.join(names)}:{face.kind.__name__}")
-
-
-@lru_cache(maxsize=4096)
-def _compiled(text: str, name: str) -> CodeType:
-    file = f"{_FILE}:{name}"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    return compile(text, file, "exec")
+    return Entrances(*_entrances(ways, ways.get, learn))
 
 
 def way_of(
@@ -210,13 +198,12 @@ def way_of(
             unless ``key`` is None.
         emit: ``Op.emit``, for signatures that give no single new tensor, and when no slot is at hand.
     """
-    made: dict[str, Any] = {
+    known = {
         **_GLOBALS, **face.names, "kind": face.kind, "listed": face.listed, "given": face.given,
         "cache": cache, "known": cache.get, "slowly": slowly, "emit": emit,
     }  # fmt: skip
-    exec(_code(roles, names, face), made)
-    way: Way = made["way"]
-    return way
+    label = f"{roles}:{','.join(names)}:{face.kind.__name__}"
+    return function(source_of(roles, names, face), "way", known, label)  # type: ignore[no-any-return]
 
 
 _HIDDEN = {"__name__": __name__, "__tracebackhide__": True}  # pytest shows the caller's frames, not these
@@ -224,3 +211,4 @@ _GLOBALS = {
     "Tensor": Tensor, "new": object.__new__, "source": source, "inside": INSIDE.get, "are_static": STATIC.issuperset,
     "spec_of": attrgetter("_spec"), "slot_of": attrgetter("_slot"), **_HIDDEN,
 }  # fmt: skip
+_entrances = function(_ENTRANCES, "entrances", {"getframe": _getframe, **_HIDDEN}, "entrances")
