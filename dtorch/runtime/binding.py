@@ -15,6 +15,7 @@ from dtorch.runtime.files import FileAccess
 from dtorch.runtime.kernels import Site
 from dtorch.runtime.kernels.into import handing_over, into
 from dtorch.runtime.kernels.random import draw
+from dtorch.runtime.kernels.threads import in_one_thread, is_small
 from dtorch.runtime.layout import coords
 from dtorch.runtime.moves import kept_whole
 from dtorch.transport.errors import ProtocolError
@@ -152,6 +153,8 @@ class Binder:
                 fn = kernels.with_memory(fn, tuple(definition.params["memory"]))
             if "grads" in definition.params:
                 fn = kernels.with_gradients(fn, frozenset(definition.params["grads"]))
+            if is_small(definition):
+                fn = in_one_thread(fn)
         numbers = {layout.mesh for layout in (*definition.inputs, *definition.outputs)}
         try:
             infos = {number: self.meshes[number] for number in numbers}
