@@ -43,7 +43,8 @@ from dtorch.lines import place as line_place
 from dtorch.mesh import current_mesh
 from dtorch.modules.around import Enter
 from dtorch.ops import _alias
-from dtorch.runtime.recorder import Captured, CaptureError, Recorder, locate
+from dtorch.runtime.positions import locate
+from dtorch.runtime.recorder import Captured, CaptureError, Recorder
 from dtorch.runtime.signature import Signature
 from dtorch.session import Session, current_session
 from dtorch.spec import OWN, STALE, Spec

@@ -14,7 +14,7 @@ import torch
 
 from dtorch.frames import INSIDE, source
 from dtorch.lines import NOWHERE, Line, line_at
-from dtorch.runtime.recorder import locate
+from dtorch.runtime.positions import locate
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 

@@ -13,7 +13,7 @@ from dtorch import assemble
 from dtorch.failures import Failures
 from dtorch.runtime.controller import Settled
 from dtorch.runtime.layout import is_partial
-from dtorch.runtime.promise import Promise
+from dtorch.runtime.promise import Promise, Reading
 from dtorch.runtime.recorder import Recorder, again
 from dtorch.runtime.template import dtype_of
 from dtorch.spec import Spec
@@ -60,9 +60,13 @@ class Fetches:
         recorder: where a request joins the program order.
         pool: memory for large values, shared with the workers or filled by streams.
         failures: where the errors of poisoned values are found.
+        reading: what a thread does while it blocks for a value.
     """
 
-    def __init__(self, recorder: Recorder, pool: SegmentPool | RemotePool, failures: Failures) -> None:
+    def __init__(
+        self, recorder: Recorder, pool: SegmentPool | RemotePool, failures: Failures, reading: Reading | None = None
+    ) -> None:
+        self._reading = reading
         self._in_memory = isinstance(pool, SegmentPool)
         self._recorder = recorder
         self._pool = pool
@@ -111,7 +115,7 @@ class Fetches:
             rows: see ``_Fetching``.
         """
         spec = tensor._spec
-        promise: Promise[Any] = Promise()
+        promise: Promise[Any] = Promise(self._reading)
         ticket = next(self._tickets)
         into, layout, full, parts = None, None, None, None
         offsets: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from dtorch.failures import SignatureFacts, describe
 from dtorch.lines import line_at
 from dtorch.mesh import DeviceMesh
 from dtorch.ops.table import OPS
-from dtorch.runtime.recorder import locate
+from dtorch.runtime.positions import locate
 from dtorch.runtime.template import dtype_of
 from dtorch.session import Session, current_session
 from dtorch.spec import contiguous_stride

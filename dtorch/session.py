@@ -100,7 +100,7 @@ class Session:
         if not isinstance(self.thread, ControllerThread):
             self.recorder.where = where
         self._random = RandomStreams(self.recorder, lambda *mark: self.thread.post(Sent(Seed(self.number, *mark))))
-        self._fetches = Fetches(self.recorder, self._pool, self._failures)
+        self._fetches = Fetches(self.recorder, self._pool, self._failures, self.thread.ear)
 
     def _start(self, options: Options, number: int) -> Wires:
         return wire(options, number, self)

@@ -11,7 +11,8 @@ import pytest
 
 from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.plan import decode_body
-from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, Recorder, locate
+from dtorch.runtime.positions import locate
+from dtorch.runtime.recorder import FIRST_BATCH, LARGEST_BATCH, Recorder
 from dtorch.runtime.signature import ONE, Signature
 from dtorch.runtime.slots import SlotPool
 from dtorch.transport.errors import SessionClosedError, WorkerLostError

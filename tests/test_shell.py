@@ -38,7 +38,7 @@ def test_an_event_that_waited_for_the_loop_is_not_overtaken() -> None:
             return []
 
     shell._controller, shell._links, shell._over, shell._num_waiting = Controller(), {}, False, 1
-    shell._turn = _Lock(lambda: shell.post(later))
+    shell._turn, shell._hearing = _Lock(lambda: shell.post(later)), threading.RLock()
     shell._handle_waiting(waited)
     assert handled == [waited, later]
     assert shell._num_waiting == 0

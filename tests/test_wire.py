@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from aiohttp import web
 
 from dtorch.cluster.streams import SessionStreams
+from dtorch.runtime.ear import HAS_EAR, Ear
+from dtorch.runtime.promise import Promise
 from dtorch.runtime.turns import Turns
 from dtorch.transport import codec, wire
 from dtorch.transport.cluster import PART_BYTES, Part
@@ -28,6 +31,8 @@ MAX_BYTES = 8 << 20
 
 Talk = Callable[[Link], Awaitable[None]]
 
+needs_ear = pytest.mark.skipif(not HAS_EAR, reason="there is no epoll here")
+
 
 async def echo(link: Link) -> None:
     while (frame := await link.receive()) is not None:
@@ -35,7 +40,7 @@ async def echo(link: Link) -> None:
 
 
 @asynccontextmanager
-async def server(talk: Talk) -> AsyncIterator[tuple[str, list[Link]]]:
+async def server(talk: Talk, threads: bool = False) -> AsyncIterator[tuple[str, list[Link]]]:
     """Its address, and the links that it has had; it answers the first word of each with b"welcome"."""
     links: list[Link] = []
 
@@ -44,7 +49,7 @@ async def server(talk: Talk) -> AsyncIterator[tuple[str, list[Link]]]:
         await ws.prepare(request)
         first = WebSocketLink(ws)
         assert await first.receive() == b"hello"
-        link = take_over(first, MAX_BYTES)
+        link = take_over(first, MAX_BYTES, threads)
         assert isinstance(link, WireLink)
         links.append(link)
         link.send_nowait(b"welcome")
@@ -295,3 +300,135 @@ async def test_what_comes_again_does_not_land_again() -> None:
         await link.close()
     assert [bytes(memory) for memory in landed] == [b"x" * 100_000]
     assert len(frames) == 2
+
+
+# ---- read by a thread that waits
+
+
+class Waiting:
+    """A thread that waits for so many frames, and reads them; the loop hears what is left to it."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.ear = Ear(asyncio.get_running_loop())
+        self.frames: list[bytes] = []
+        self.all: Promise[None] = Promise(self.ear)
+        self._num_frames = num_frames
+        self._thread = threading.Thread(target=self.all.wait, args=(60,))
+        self._thread.start()
+
+    def handle(self, frame: Any) -> bool:
+        self.frames.append(bytes(frame))
+        if len(self.frames) == self._num_frames:
+            self.all.set_result(None)
+        return True
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._thread.join, 60)
+        assert not self._thread.is_alive()
+        await asyncio.to_thread(self.ear.close)
+
+
+def payload(size: int) -> bytes:
+    return bytes(i * 7 % 251 for i in range(size % 5000)) + bytes(size - size % 5000)
+
+
+@needs_ear
+async def test_a_thread_that_waits_reads_frames_of_all_sizes_in_order() -> None:
+    wanted = [payload(size) for size in SIZES + SIZES[::-1]]
+    waiting = Waiting(len(wanted))
+    async with server(lambda link: link.hear(waiting.handle, waiting.ear), threads=True) as (address, _):
+        link = await linked(address)
+        for frame in wanted:
+            link.send_nowait(frame)
+        await waiting.all
+        await link.close()
+    await waiting.end()
+    assert waiting.frames == wanted
+
+
+@needs_ear
+@pytest.mark.parametrize("step", [1, 3, 7])
+async def test_a_thread_that_waits_puts_frames_together_that_come_in_bits(step: int) -> None:
+    wanted = [payload(size) for size in (0, 1, 125, 126, 300)]
+    waiting = Waiting(len(wanted))
+    async with server(lambda link: link.hear(waiting.handle, waiting.ear), threads=True) as (address, links):
+        link = await linked(address)
+        assert isinstance(link, WireLink)
+        written = b"".join(link._head_of(2, len(frame)) + frame for frame in wanted)
+        near = links[0]
+        assert isinstance(near, WireLink)
+        for at in range(0, len(written), step):
+            link._transport.write(written[at : at + step])
+            await asyncio.sleep(0)
+        await waiting.all
+        await link.close()
+    await waiting.end()
+    assert waiting.frames == wanted
+
+
+@needs_ear
+async def test_pings_and_goodbyes_are_left_to_the_loop() -> None:
+    waiting = Waiting(3)
+    heard = asyncio.Event()
+
+    async def talk(link: Link) -> None:
+        await link.hear(waiting.handle, waiting.ear)
+        heard.set()
+
+    async with server(talk, threads=True) as (address, _):
+        link = await linked(address)
+        assert isinstance(link, WireLink)
+        link.send_nowait(b"one")
+        link._write(9, b"are you there?")
+        link.send_nowait(b"two")
+        link._write(9, b"and now?")
+        link.send_nowait(b"three")
+        await waiting.all
+        await link.close("enough")
+        await heard.wait()
+    await waiting.end()
+    assert waiting.frames == [b"one", b"two", b"three"]
+
+
+@needs_ear
+async def test_a_cut_while_a_thread_waits_ends_the_link() -> None:
+    waiting = Waiting(2)
+    heard = asyncio.Event()
+
+    async def talk(link: Link) -> None:
+        await link.hear(waiting.handle, waiting.ear)
+        heard.set()
+
+    async with server(talk, threads=True) as (address, _):
+        link = await linked(address)
+        link.send_nowait(b"one")
+        await link.wait_sent()
+        link.abort()
+        await heard.wait()
+        await link.close()
+        waiting.all.set_result(None)
+    await waiting.end()
+    assert waiting.frames in ([], [b"one"])
+
+
+@needs_ear
+async def test_what_the_handler_raises_in_a_thread_comes_out_in_the_loop() -> None:
+    waiting = Waiting(1)
+    raised: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def handle(frame: Any) -> bool:
+        raise ValueError("not this")
+
+    async def talk(link: Link) -> None:
+        try:
+            await link.hear(handle, waiting.ear)
+        except ValueError as error:
+            raised.set_result(error)
+
+    async with server(talk, threads=True) as (address, _):
+        link = await linked(address)
+        link.send_nowait(b"one")
+        assert str(await raised) == "not this"
+        waiting.all.set_result(None)
+        await link.close()
+    await waiting.end()

@@ -130,6 +130,8 @@ class RemoteController:
         ValueError: the URL names no head.
     """
 
+    ear = None  # values come through a head, by a link that its loop reads
+
     def __init__(self, target: Target, listener: Listener, pool: RemotePool) -> None:
         self._target = target
         self._address = address_of(target.url)

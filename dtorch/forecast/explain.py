@@ -25,7 +25,7 @@ from dtorch.modules.distribute import distribute
 from dtorch.nn.module import watchers
 from dtorch.placement import Placement, normalize
 from dtorch.runtime.plan import Step, steps_of
-from dtorch.runtime.recorder import locate
+from dtorch.runtime.positions import locate
 from dtorch.session import using
 from dtorch.spec import contiguous_stride
 from dtorch.tensor import Tensor

@@ -17,7 +17,7 @@ from dtorch.profiling import timeline
 from dtorch.profiling.lanes import lanes_svg
 from dtorch.profiling.timeline import Call, DeviceTime, Event, OpTime
 from dtorch.runtime import promise
-from dtorch.runtime.recorder import locate
+from dtorch.runtime.positions import locate
 from dtorch.runtime.tracing import Spans
 from dtorch.session import Session, current_session
 from dtorch.transport.errors import DTorchError

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
-from time import perf_counter_ns
-from typing import Any, Generic, TypeVar
+from time import perf_counter, perf_counter_ns
+from typing import Any, Generic, Protocol, TypeVar
 
 from dtorch.runtime.notebook import in_notebook, tick_until_done
 
@@ -20,16 +20,27 @@ watcher: Callable[[str, int], None] | None = None
 """While a profile runs: told "wait" or "await" and when (ns) it began, at the end of each."""
 
 
+class Reading(Protocol):
+    """Reads what settles promises, in the thread that waits for one: see ``ear.Ear``."""
+
+    def wait(self, is_done: Callable[[], bool], until_s: float | None) -> None: ...
+    def nudge(self) -> None: ...
+
+
 class Promise(Generic[T]):
     """Lighter than ``concurrent.futures.Future``: it makes no lock until somebody blocks on it.
+
+    Args:
+        reading: lets a thread that blocks do what settles the promise itself.
 
     Whoever takes the one entry out of ``_claim`` settles the promise; the list's ``pop`` decides between threads.
     ``_callbacks`` is None once the outcome is there. A waiter that gives up drops itself and nothing else.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_claim", "_error", "_on_seen", "_result")
+    __slots__ = ("__weakref__", "_callbacks", "_claim", "_error", "_on_seen", "_reading", "_result")
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading | None = None) -> None:
+        self._reading = reading
         self._claim = [True]
         self._callbacks: list[Callable[[], None]] | None = []
         self._result: T | None = None
@@ -112,10 +123,19 @@ class Promise(Generic[T]):
         self.add_callback(opened)
         watching = watcher
         began = 0 if watching is None else perf_counter_ns()
+        reading = self._reading
         try:
+            if reading is not None:
+                until_s = None if timeout_s is None else perf_counter() + timeout_s
+                self.add_callback(reading.nudge)
+                reading.wait(lambda: self._callbacks is None, until_s)
+                if until_s is not None:
+                    timeout_s = until_s - perf_counter()
             return gate.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0))
         finally:
             self._drop(opened)
+            if reading is not None:
+                self._drop(reading.nudge)
             if watching is not None:
                 watching("wait", began)
 

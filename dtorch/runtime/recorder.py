@@ -22,7 +22,9 @@ import msgspec
 
 from dtorch.runtime.lineage import blob_bytes
 from dtorch.runtime.outgoing import Outgoing, Outlet
+from dtorch.runtime.positions import locate
 from dtorch.runtime.room import MAX_BATCHES
+from dtorch.runtime.shield import Shield
 from dtorch.runtime.slots import SlotPool
 from dtorch.runtime.spin import quick_switches
 from dtorch.runtime.tracing import Spans
@@ -389,6 +391,10 @@ class Recorder:
                 self.arm()
 
     def _flush(self) -> None:
+        with Shield():  # an interrupt in the midst would lose calls
+            self._make_batch()
+
+    def _make_batch(self) -> None:
         frees: list[tuple[int, list[int]]] = []
         for mesh, dead in self._dead.items():
             num_dead = len(dead)
@@ -586,15 +592,3 @@ class Recorder:
 def again(error: DTorchError) -> DTorchError:
     """The same error as a new object: raising notes a traceback, and with it the variables of whoever was told."""
     return type(error)(*error.args)
-
-
-def locate(code: CodeType | None, offset: int) -> tuple[str, int] | None:
-    """File name and line number of the instruction at ``offset`` of ``code``."""
-    if code is None:
-        return None
-    line: int | None = code.co_firstlineno
-    for start, stop, number in code.co_lines():
-        if start <= offset < stop and number is not None:
-            line = number
-            break
-    return code.co_filename, line or 0

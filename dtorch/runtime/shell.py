@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -40,12 +41,14 @@ from dtorch.runtime.controller import (
     Suspect,
     Vacated,
 )
+from dtorch.runtime.ear import HAS_EAR, Ear
 from dtorch.runtime.launcher import LocalLauncher, private_folder
 from dtorch.runtime.live import Live
 from dtorch.runtime.liveness import Dead
 from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.pulse import Pulse
 from dtorch.runtime.room import Room
+from dtorch.runtime.shield import Shield
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
@@ -152,6 +155,10 @@ class ControllerThread:
         self._is_asking = False  # workers have not yet answered the last question for a look
         self.loop: asyncio.AbstractEventLoop = new_loop()
         self._spinner = Spinner(self.loop)
+        self.ear = Ear(self.loop) if HAS_EAR else None
+        # Held by whoever handles what workers say, or performs what came of it: the loop's thread, or one that waits.
+        # The listener's locks are taken inside of it, and ``_turn``.
+        self._hearing = threading.RLock() if self.ear is None else self.ear.lock
         self._pulse = Pulse(self.loop, self._launcher.states, self._dead)
         self._halted_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="dtorch-controller", daemon=True)
@@ -170,7 +177,8 @@ class ControllerThread:
         self.post(Submitted(batch))
         if spans is not None:
             spans.add("controller", "batch", began, row="in the client's thread", seq=batch.seq, bytes=len(batch.body))
-        if batch.fetches:  # somebody waits: be awake when the value comes
+        # Somebody waits: be awake when the value comes. A thread that blocks reads itself (``ear``).
+        if batch.fetches and (self.ear is None or asyncio._get_running_loop() is not None):
             try:
                 self.loop.call_soon_threadsafe(self._spinner.touch)
             except RuntimeError:
@@ -182,22 +190,39 @@ class ControllerThread:
         The caller's own thread decides and sends, when nothing waits and the sockets take it: two wake-ups less than
         through the loop. What cannot be done here is handed to the loop's thread.
         """
+        with Shield():
+            try:
+                self._decide_here(event)
+            except ConnectionLostError:
+                raise
+            except Exception as error:
+                self.loop.call_soon_threadsafe(self._fail, error)
+
+    def _decide_here(self, event: Event, hears: bool = False) -> list[Instruction]:
+        """Decide and send in a thread that is not the loop's; the rest goes to the loop's thread.
+
+        Args:
+            hears: the caller holds ``_hearing``, and performs the answer, which is what came for the listener.
+        """
+        mine: list[Instruction] = []
         with self._turn:
             later: list[Instruction] | None = None
             if not self._num_waiting and not self._over:
-                try:
-                    later = self._controller.handle(event)
-                except Exception as error:
-                    self.loop.call_soon_threadsafe(self._fail, error)
-                    return
-                while later and isinstance(later[0], Send):
-                    link = self._links.get(later[0].worker)
-                    if link is not None and not link.send_from_thread(later[0].frame):
+                later = self._controller.handle(event)
+                while later:
+                    first = later[0]
+                    if isinstance(first, Send):
+                        link = self._links.get(first.worker)
+                        if link is not None and not link.send_from_thread(first.frame):
+                            break
+                        self.live.of(first.worker).sent_bytes += len(first.frame)
+                    elif hears and isinstance(first, (Finished, Settled)):
+                        mine.append(first)
+                    else:
                         break
-                    self.live.of(later[0].worker).sent_bytes += len(later[0].frame)
                     later.pop(0)
                 if not later:
-                    return
+                    return mine
             self._num_waiting += 1
             try:
                 if later is None:
@@ -206,15 +231,17 @@ class ControllerThread:
                     self.loop.call_soon_threadsafe(self._perform_waiting, later)
             except RuntimeError as error:
                 raise ConnectionLostError("the controller has ended") from error
+        return mine
 
     def _handle_waiting(self, event: Event) -> None:
         self._handle(event, num_waited=1)
 
     def _perform_waiting(self, instructions: list[Instruction]) -> None:
-        with self._turn:
-            self._num_waiting -= 1
-            rest = self._send(instructions)
-        self._perform(rest)
+        with self._hearing:
+            with self._turn:
+                self._num_waiting -= 1
+                rest = self._send(instructions)
+            self._perform(rest)
 
     def request_flush(self, delay_s: float) -> None:
         try:
@@ -279,6 +306,8 @@ class ControllerThread:
             finally:
                 asyncio.set_event_loop(None)
                 self.loop.close()
+                if self.ear is not None:
+                    self.ear.close()
 
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
@@ -349,10 +378,11 @@ class ControllerThread:
                 later event could overtake it.
         """
         try:
-            with self._turn:
-                self._num_waiting -= num_waited
-                rest = self._send(self._controller.handle(event))
-            self._perform(rest)
+            with self._hearing:
+                with self._turn:
+                    self._num_waiting -= num_waited
+                    rest = self._send(self._controller.handle(event))
+                self._perform(rest)
         except Exception as error:
             logger.debug("the controller failed", exc_info=True)
             self._fail(error)
@@ -467,35 +497,46 @@ class ControllerThread:
         self._links[worker] = link
         logger.debug("worker %d of session %d is up: process %d", worker, self._controller.session, hello.pid)
         self._handle(Joined(worker))
-        await link.hear(partial(self._hear, worker))
+        await link.hear(partial(self._hear, worker), self.ear)
         self._links.pop(worker, None)
         if not (self._stopping and self._stopping.is_set()):
             # The fork server reports how it ended; this only covers a worker that is alive but hung up.
             self.loop.call_later(0.5, self._exited, worker, "its connection closed")
 
     def _hear(self, worker: int, frame: Frame) -> bool:
-        """What a worker says; the answer is whether it is listened to any longer."""
+        """What a worker says, in the loop's thread or one that waits; the answer is whether it is listened to any longer."""
+        in_loop = self.is_own_thread()
         try:
             spans = self.spans
             began = 0 if spans is None else perf_counter_ns()
             message = codec.decode_from_worker(frame)
-            with self._turn:
-                rest = self._send(self._controller.handle(Received(worker, message)))
-            self._perform(rest)
-            self.live.of(worker).received_bytes += len(frame)
-            if type(message) is Done:
-                self.live.done(worker, message.busy_ns)
+            with self._hearing:
+                if in_loop:
+                    with self._turn:
+                        rest = self._send(self._controller.handle(Received(worker, message)))
+                else:
+                    rest = self._decide_here(Received(worker, message), hears=True)
+                self._perform(rest)
+                self.live.of(worker).received_bytes += len(frame)
+                if type(message) is Done:
+                    self.live.done(worker, message.busy_ns)
             if spans is not None:
-                name = type(message).__name__.lower()
-                spans.add("controller", name, began, row="event loop", worker=worker, bytes=len(frame))
+                name, row = type(message).__name__.lower(), "event loop" if in_loop else "in the client's thread"
+                spans.add("controller", name, began, row=row, worker=worker, bytes=len(frame))
         except ProtocolError as error:
-            self._exited(worker, f"it sent what cannot be right: {error}")
+            self._call_in_loop(self._exited, worker, f"it sent what cannot be right: {error}")
             return False
         except Exception as error:
             logger.debug("the controller failed", exc_info=True)
-            self._fail(error)
+            self._call_in_loop(self._fail, error)
             return False
         return True
+
+    def _call_in_loop(self, call: Callable[..., None], *args: Any) -> None:
+        if self.is_own_thread():
+            call(*args)
+        else:
+            self.loop.call_soon_threadsafe(call, *args)
 
     def _exited(self, worker: int, reason: str) -> None:
         logger.debug("worker %d of session %d has ended: %s", worker, self._controller.session, reason)

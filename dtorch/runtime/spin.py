@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 from time import perf_counter
 
 SPIN_S = 0.0003
-"""How long a loop polls without sleeping after it was touched."""
-LOOK_S = 1.0
-"""How often the machine's load is looked at: where others want the cores, nobody spins."""
+"""How long a thread polls without sleeping, from the moment when something was near."""
+GAP_S = 0.0002
+"""Between two looks of a thread that polls: after a longer gap somebody else has had the core."""
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.28
+"""For how long nobody polls then: twice as long as the last time, if that was over for less than ``WELL_S``."""
+WELL_S = 0.25
+
+
+class Contention:
+    """Whether polling would take a core from others who want it, who would be given it for a millisecond and more in the
+    very moment when the answer comes. What tells it is that the thread that polls was made to wait. Pure; seconds."""
+
+    def __init__(self) -> None:
+        self._not_before_s = 0.0
+        self._pause_s = PAUSE_S
+
+    def may_poll(self, now: float) -> bool:
+        return now >= self._not_before_s
+
+    def looked(self, before: float, now: float) -> bool:
+        """A thread that polls looked at these two times, one after the other; the answer is whether it may go on."""
+        if now - before <= GAP_S:
+            return True
+        if now - self._not_before_s > WELL_S:
+            self._pause_s = PAUSE_S
+        self._not_before_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return False
 
 
 class Spinner:
@@ -23,16 +47,14 @@ class Spinner:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
         self._until = 0.0
+        self._looked = 0.0
         self._turning = False
-        self._idle_cores = False
-        self._look_at = 0.0
+        self._contention = Contention()
 
     def touch(self) -> None:
-        now = perf_counter()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            self._idle_cores = os.getloadavg()[0] < (os.cpu_count() or 1)
-        if not self._idle_cores:
+        """Something was handled, and more is near."""
+        now = self._looked = perf_counter()
+        if not self._contention.may_poll(now):
             return
         self._until = now + SPIN_S
         if not self._turning:
@@ -40,7 +62,9 @@ class Spinner:
             self._call_soon(self._turn)
 
     def _turn(self) -> None:
-        if perf_counter() < self._until:
+        before, now = self._looked, perf_counter()
+        self._looked = now
+        if self._contention.looked(before, now) and now < self._until:
             self._call_soon(self._turn)
         else:
             self._turning = False

@@ -17,10 +17,11 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+import threading
 import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -39,6 +40,23 @@ REASON_BYTES = 120  # a close frame carries at most 123
 
 
 Landing = Callable[[memoryview], "tuple[bytes, int, memoryview] | None"]
+
+
+class Source(Protocol):
+    """What a ``Reader`` reads."""
+
+    def pump(self, fd: int, in_loop: bool) -> bool:
+        """Read what there is from a descriptor and handle it; False where the loop's thread has to go on with it."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads sockets in place of the loop, one thread at a time, which holds ``lock``."""
+
+    lock: threading.RLock
+
+    def add(self, source: Source, fd: int) -> None: ...
+    def remove(self, source: Source) -> None: ...
 
 
 class Link(abc.ABC):
@@ -95,9 +113,13 @@ class Link(abc.ABC):
     async def receive(self) -> Frame | None:
         """The next frame, or None once the link has ended. One task at a time; cancelling it loses no frame."""
 
-    async def hear(self, handle: Callable[[Frame], bool]) -> None:
+    async def hear(self, handle: Callable[[Frame], bool], reader: Reader | None = None) -> None:
         """Call ``handle`` with each frame as it comes, until it says False or the link has ended; in place of ``receive``.
-        What it raises is raised here."""
+        What it raises is raised here.
+
+        Args:
+            reader: where it can, it reads in place of the loop, perhaps in another thread, and ``handle`` is called there.
+        """
         while (frame := await self.receive()) is not None and handle(frame):
             pass
 

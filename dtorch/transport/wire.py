@@ -21,7 +21,7 @@ from aiohttp import ClientWebSocketResponse, WSCloseCode, web
 
 from .codec import Frame
 from .errors import ConnectionLostError
-from .link import CLOSE_TIMEOUT_S, REASON_BYTES, Link, WebSocketLink
+from .link import CLOSE_TIMEOUT_S, REASON_BYTES, Link, Reader, WebSocketLink
 from .patience import within
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class WireLink(Link, asyncio.BufferedProtocol):
         self._closed = False
         self._handle: Callable[[Frame], bool] | None = None  # who hears frames as they come
         self._fault: BaseException | None = None  # what it raised
+        self._reader: Reader | None = None  # reads the socket in place of the transport
+        self._owes = False  # the loop's thread has to go on with what another one has read
         # For send_from_thread: a descriptor of our own, so that it can never become another file's while we write.
         self._loop = asyncio.get_running_loop()
         self._write_lock = threading.Lock()
@@ -206,28 +208,104 @@ class WireLink(Link, asyncio.BufferedProtocol):
             await self._news.wait()
         return None
 
-    async def hear(self, handle: Callable[[Frame], bool]) -> None:
+    async def hear(self, handle: Callable[[Frame], bool], reader: Reader | None = None) -> None:
         while self._inbox:
             frame = await self.receive()
             if frame is None or not handle(frame):
                 return
         self._handle = handle
         try:
+            if reader is not None and self._direct is not None:
+                self._transport.pause_reading()
+                self._reader = reader
+                reader.add(self, self._direct)
             while self._handle is not None and not self._closed and not self._parted.is_set():
                 self._news.clear()
                 await self._news.wait()
         finally:
             stopped, self._handle = self._handle is None, None
+            self._end_reader()
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
         if not stopped:
             await self.close()
 
+    def _end_reader(self) -> None:
+        """The transport reads again, if it is open."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.remove(self)
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def pump(self, fd: int, in_loop: bool) -> bool:
+        if self._owes and not in_loop:
+            return False
+        try:
+            num = os.readv(fd, (self.get_buffer(-1),))
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            return self._ends(str(error), in_loop)
+        if not num:
+            return self._ends("", in_loop)
+        if in_loop:
+            self.buffer_updated(num)
+            return True
+        if self._payload is None:
+            self._stop += num
+            while self._handle is not None and self._is_plain_frame_here():
+                self._next()
+            if self._start == self._stop and self._handle is not None:
+                return True
+        else:
+            self._filled += num
+        self._owes = True
+        self._loop.call_soon_threadsafe(self._go_on)
+        return False
+
+    def _is_plain_frame_here(self) -> bool:
+        """Whether the next frame is whole, and nothing but bytes for whoever hears."""
+        start, have = self._start, self._stop - self._start
+        if have < 2 or self._scratch[start] != 0x80 | _BINARY or self._parts or self.landing is not None:
+            return False
+        second = self._scratch[start + 1]
+        size, at = second & 0x7F, 6 if second & 0x80 else 2
+        if size == 126 and have >= 4:
+            size, at = int.from_bytes(self._scratch[start + 2 : start + 4], "big"), at + 2
+        elif size >= 126:
+            return False
+        return size <= min(have - at, self._max_bytes)
+
+    def _go_on(self) -> None:
+        """The loop's thread parses what another one has read."""
+        self._owes = False
+        if self._reader is not None:
+            with self._reader.lock:
+                self.buffer_updated(0)
+        else:
+            self.buffer_updated(0)
+        self._news.set()  # it may be that nobody hears any longer
+
+    def _ends(self, reason: str, in_loop: bool = True) -> bool:
+        """The peer has ended the connection, or it was cut."""
+        self.reason = self.reason or reason
+        if self._reader is not None:
+            self._reader.remove(self)
+        if in_loop:
+            self._part()
+            self._transport.close()
+        else:
+            self._owes = True
+            self._loop.call_soon_threadsafe(self._ends, reason)
+        return False
+
     async def close(self, reason: str = "", code: int = WSCloseCode.OK) -> None:
         if self._closed:
             return
         self._closed = True
+        self._end_reader()
         self._end_direct()
         self.reason = self.reason or reason
         self._news.set()
@@ -261,6 +339,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
         return False
 
     def _part(self) -> None:
+        self._end_reader()
         self._end_direct()
         self._parted.set()
         self._news.set()
