@@ -362,3 +362,25 @@ def test_links_are_read_so_where_they_are_ours() -> None:
     thread = current_session().thread
     assert isinstance(thread, ControllerThread)
     assert [link._reader for link in thread._links.values() if isinstance(link, WireLink)] == [thread.ear] * len(thread._links)
+
+
+async def test_a_loop_that_is_woken_late_ends_polling() -> None:
+    class Late:
+        def wait(self, is_done: Callable[[], bool], until_s: float | None) -> None:
+            raise AssertionError("nobody blocks")
+
+        def nudge(self) -> None:
+            raise AssertionError("nobody blocks")
+
+        def woken(self, asked_s: float, ran_s: float) -> None:
+            told.append((asked_s, ran_s))
+
+    told: list[tuple[float, float]] = []
+    promise: Promise[int] = Promise(Late())
+    before = perf_counter()
+    thread = threading.Thread(target=promise.set_result, args=(3,))
+    asyncio.get_running_loop().call_soon(thread.start)
+    assert await promise == 3
+    thread.join()
+    [(asked, ran)] = told
+    assert before <= asked <= ran <= perf_counter()

@@ -32,6 +32,7 @@ class _Nowhere:
 
     bytes_sent = 0
     spans = None
+    ear = None
 
     def __init__(self) -> None:
         self.batches: list[Outgoing] = []

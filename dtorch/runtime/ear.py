@@ -28,6 +28,7 @@ class Ear:
 
     Attributes:
         lock: held while frames are read and handled, so that one thread at a time does either.
+        contention: whether a thread that waits polls for a moment.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -42,7 +43,7 @@ class Ear:
         self._waits: int | None = None  # that thread
         self._nudging = threading.Lock()  # held for a moment, inside of any other
         self._closed = False
-        self._contention = Contention()
+        self.contention = Contention()
         loop.add_reader(self._gate.fileno(), self._read)
 
     def add(self, source: Source, fd: int) -> None:
@@ -94,10 +95,10 @@ class Ear:
                 self._waits = threading.get_ident()
                 self._gate.modify(self._sockets.fileno(), 0)
                 before = perf_counter()
-                is_awake, awake_until = self._contention.may_poll(before), before + SPIN_S
+                is_awake, awake_until = self.contention.may_poll(before), before + SPIN_S
                 while not (is_done() or self._closed or shield.was_asked):
                     now = perf_counter()
-                    is_awake = is_awake and self._contention.looked(before, now) and now < awake_until
+                    is_awake = is_awake and self.contention.looked(before, now) and now < awake_until
                     timeout = 0.0 if is_awake else -1.0 if until_s is None else until_s - now
                     if until_s is not None and until_s <= now:
                         break
@@ -115,6 +116,10 @@ class Ear:
         with self._nudging:
             if self._waits not in (None, threading.get_ident()):  # so it is not closed
                 self._wake()
+
+    def woken(self, asked_s: float, ran_s: float) -> None:
+        """A loop that somebody awaits a value on was woken, and ran so much later: it had a core, or had to wait for one."""
+        self.contention.looked(asked_s, ran_s)
 
     def _wake(self) -> None:
         os.eventfd_write(self._nudges, 1)

@@ -25,6 +25,7 @@ class Reading(Protocol):
 
     def wait(self, is_done: Callable[[], bool], until_s: float | None) -> None: ...
     def nudge(self) -> None: ...
+    def woken(self, asked_s: float, ran_s: float) -> None: ...
 
 
 class Promise(Generic[T]):
@@ -160,13 +161,17 @@ class Promise(Generic[T]):
             loop = asyncio.get_running_loop()
             waiter: asyncio.Future[None] = loop.create_future()
 
-            def settled() -> None:
+            reading = self._reading
+
+            def settled(asked_s: float) -> None:
                 if not waiter.done():
                     waiter.set_result(None)
+                    if reading is not None:
+                        reading.woken(asked_s, perf_counter())
 
             def wake() -> None:
                 try:
-                    loop.call_soon_threadsafe(settled)
+                    loop.call_soon_threadsafe(settled, perf_counter())
                 except RuntimeError:
                     logger.debug("a value came for a loop that is closed")
 

@@ -154,8 +154,8 @@ class ControllerThread:
         self.live = Live()
         self._is_asking = False  # workers have not yet answered the last question for a look
         self.loop: asyncio.AbstractEventLoop = new_loop()
-        self._spinner = Spinner(self.loop)
         self.ear = Ear(self.loop) if HAS_EAR else None
+        self._spinner = Spinner(self.loop, None if self.ear is None else self.ear.contention)
         # Held by whoever handles what workers say, or performs what came of it: the loop's thread, or one that waits.
         # The listener's locks are taken inside of it, and ``_turn``.
         self._hearing = threading.RLock() if self.ear is None else self.ear.lock

@@ -28,7 +28,8 @@ class Contention:
         return now >= self._not_before_s
 
     def looked(self, before: float, now: float) -> bool:
-        """A thread that polls looked at these two times, one after the other; the answer is whether it may go on."""
+        """A thread that polls looked at these two times, one after the other, or one was woken and ran; the answer is whether
+        to go on polling."""
         if now - before <= GAP_S:
             return True
         if now - self._not_before_s > WELL_S:
@@ -42,14 +43,17 @@ class Spinner:
     """Keeps an event loop polling its sockets without sleeping until ``SPIN_S`` after the last ``touch``.
 
     Each turn is an ordinary iteration of the loop, so everything else goes on as always. Belongs to the loop's thread.
+
+    Args:
+        contention: shared with whoever else polls, or notices that others want the cores.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, contention: Contention | None = None) -> None:
         self._call_soon = loop.call_soon
         self._until = 0.0
         self._looked = 0.0
         self._turning = False
-        self._contention = Contention()
+        self._contention = contention or Contention()
 
     def touch(self) -> None:
         """Something was handled, and more is near."""
