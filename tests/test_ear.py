@@ -208,6 +208,36 @@ def test_an_interrupt_ends_a_wait_and_nothing_else(home: Loop, source: Heard) ->
     assert source.bytes == b"x"
 
 
+def test_a_signal_handler_may_wait_while_its_thread_does(home: Loop) -> None:
+    sources = [Heard(home), Heard(home)]
+    main = threading.main_thread().ident
+    assert main is not None
+    found: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        sources[1].far.send(b"inner")
+        sources[1].came.result(30)
+        found.extend(sources[1].threads)
+        sources[0].far.send(b"outer")
+
+    def signal_once_it_waits() -> None:
+        while home.ear._waits is None:
+            pass
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=signal_once_it_waits)
+    try:
+        thread.start()
+        sources[0].came.result(60)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [home.thread.ident]
+    for source in sources:
+        source.close(home)
+
+
 # ---- sessions
 
 

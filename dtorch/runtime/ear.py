@@ -86,6 +86,9 @@ class Ear:
         """
         if asyncio._get_running_loop() is self._loop:
             return
+        if self._waits == threading.get_ident():  # a signal's handler, which Python calls in the midst of this thread's wait
+            self._gate.modify(self._sockets.fileno(), select.EPOLLIN)
+            return
         with Shield(self._wake) as shield:
             if not self._turn.acquire(blocking=False):
                 return
