@@ -246,18 +246,22 @@ def replicated(value: torch.Tensor, num_devices: int = 1) -> Any:
     return dtorch.Tensor(value, device_mesh=mesh, placements=[dtorch.Replicate()])
 
 
-def test_a_value_is_read_by_the_thread_that_blocks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    readers: list[int] = []
-    hear = ControllerThread._hear
-
-    def noting(self: ControllerThread, worker: int, frame: Any) -> bool:
-        readers.append(threading.get_ident())
-        return hear(self, worker, frame)
-
-    monkeypatch.setattr(ControllerThread, "_hear", noting)
+def test_a_value_is_read_by_the_thread_that_blocks_for_it() -> None:
     dtorch.init()
     x = replicated(torch.arange(4.0))
     x.to_torch()
+    thread = current_session().thread
+    assert isinstance(thread, ControllerThread)
+    [link] = thread._links.values()
+    assert isinstance(link, WireLink)
+    hears, readers = link._handle, []
+    assert hears is not None
+
+    def noting(frame: Any) -> bool:
+        readers.append(threading.get_ident())
+        return hears(frame)
+
+    link._handle = noting
     for _ in range(20):
         assert torch.equal((x + 1).to_torch(), torch.arange(4.0) + 1)
     assert threading.get_ident() in readers
