@@ -23,7 +23,7 @@ from dtorch.transport.errors import DTorchError
 from dtorch.transport.messages import Fetch, Piece
 
 if TYPE_CHECKING:
-    from dtorch.cluster.remote import RemotePool
+    from dtorch.cluster.buffers import RemotePool
 
 INLINE_BYTES = 64 * 1024
 """Tensors up to this size travel inside messages; larger ones through shared memory."""

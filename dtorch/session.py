@@ -246,9 +246,7 @@ class Session:
         else:
             # What one device alone gets is given away, unless it may have to be sent again.
             alone = self.options.lineage is None and len(parts) == len(spec.mesh.devices)
-            leases = self._pool.lease_many([part.nbytes for part in parts], alone)
-            for part, lease in zip(parts, leases, strict=True):
-                lease.tensor.view(part.dtype).view(part.shape).copy_(part)
+            leases = self._pool.filled(parts, alone, not self.thread.is_own_thread())
             blobs = [lease.blob for lease in leases]
         slot = self.recorder.upload(sig.id, blobs, source(_getframe(1)), [lease.tensor for lease in leases])
         if leases:

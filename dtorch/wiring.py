@@ -16,7 +16,8 @@ from dtorch.runtime.shell import ControllerThread, Listener
 from dtorch.transport.bulk import SegmentPool
 
 if TYPE_CHECKING:
-    from dtorch.cluster.remote import RemoteController, RemotePool, Target
+    from dtorch.cluster.buffers import RemotePool
+    from dtorch.cluster.remote import RemoteController, Target
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def wire(options: Options, number: int, listener: Listener) -> Wires:
         number: of the session in this process.
     """
     if options.target is not None:
-        from dtorch.cluster.remote import RemoteController, RemotePool
+        from dtorch.cluster.buffers import RemotePool
+        from dtorch.cluster.remote import RemoteController
 
         buffers = RemotePool()
         remote = RemoteController(options.target, listener, buffers)

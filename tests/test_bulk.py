@@ -297,12 +297,6 @@ def test_too_many_adoptions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     pool.close()
 
 
-@pytest.mark.parametrize("size", [1, 65536, 65537, MIB, MIB + 1, 5 * MIB, 256 * MIB + 1])
-def test_size_classes_waste_at_most_a_quarter(size: int) -> None:
-    got = bulk._size_class(size)
-    assert size <= got <= max(65536, size * 1.25 + 1)
-
-
 def test_named_segments_vanish_when_closed(tmp_path: Path) -> None:
     segment = Segment(4096, tmp_path)
     other = Segment(4096, tmp_path)

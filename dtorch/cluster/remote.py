@@ -12,16 +12,13 @@ import logging
 import platform
 import ssl
 import threading
-import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from typing_extensions import assert_never
 
+from dtorch.cluster.buffers import ROOM_BYTES, Bytes, RemotePool
 from dtorch.runtime.controller import Asked, AskedTrace, Counted, Failed, Forfeited, Regained, Sent, Settled
 from dtorch.runtime.layout import pieces
 from dtorch.runtime.outgoing import Outgoing
@@ -30,7 +27,6 @@ from dtorch.runtime.recorder import MAX_IN_FLIGHT
 from dtorch.runtime.shell import Listener, new_loop
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import cluster, codec, errors
-from dtorch.transport.bulk import Lease
 from dtorch.transport.cluster import PART_BYTES, Attach, Attached, Leave, Part, Reserve, Submit
 from dtorch.transport.codec import Frame
 from dtorch.transport.dial import TLS_CLOSING_S, address_of, dial, keep_alive
@@ -52,8 +48,6 @@ from dtorch.transport.messages import (
 logger = logging.getLogger(__name__)
 
 CLIENT_PATH = "/v1/client"
-ROOM_BYTES = 64 * 1024 * 1024
-"""Of uploads not yet sent: above this the client's thread waits."""
 RESERVE_TIMEOUT_S = 60.0
 LEAVE_S = 2.0
 
@@ -75,37 +69,12 @@ class Target:
     name: str = ""
 
 
-class RemotePool:
-    """Buffers of streams, in the place of shared memory (``SegmentPool``)."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._buffers: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()
-
-    def lease(self, size_bytes: int) -> Lease:
-        """A buffer, and the stream that brings its bytes or takes them away. It lasts while a tensor shares its storage."""
-        number = next(self._numbers)
-        view = np.empty(max(size_bytes, 1), np.uint8).data  # torch holds it for as long as the storage lives
-        self._buffers[number] = view
-        return Lease(torch.frombuffer(view, dtype=torch.uint8)[:size_bytes], StreamBlob(number, size_bytes))
-
-    def lease_many(self, sizes_bytes: Sequence[int], give: bool = False) -> list[Lease]:
-        """As of ``SegmentPool``."""
-        return [self.lease(size) for size in sizes_bytes]
-
-    def buffer(self, stream: int) -> memoryview | None:
-        return self._buffers.get(stream)
-
-    def close(self) -> None:
-        """Nothing to do: buffers go with their tensors."""
-
-
 @dataclass(frozen=True)
 class _Upload:
     stream: int
     mesh: int
     devices: tuple[int, ...]  # whose piece it is
-    buffer: memoryview
+    data: Bytes
 
 
 def _piece_devices(definition: Definition, mesh: MeshInfo) -> list[tuple[int, ...]]:
@@ -148,6 +117,8 @@ class RemoteController:
         self._num_submitted = 0  # changed by submit only, one thread at a time
         self._num_finished = 0  # changed by the loop's thread only
         self._queued_bytes = 0  # of uploads that wait; guarded by _room
+        self._num_lent = 0  # uploads whose bytes lie in the program's tensors still; guarded by _room
+        self._returning: set[asyncio.Task[None]] = set()
         self._room = threading.Condition()
         self._order = threading.Lock()  # held while something is handed over, so that its pieces stay together
         self._over = False
@@ -201,9 +172,7 @@ class RemoteController:
             assert not isinstance(blob, SharedBlob)
             uploads.append(blob)
             if isinstance(blob, StreamBlob):
-                buffer = self._pool.buffer(blob.stream)
-                assert buffer is not None  # the session keeps it until the batch is finished
-                items.append(_Upload(blob.stream, *targets[position], buffer))
+                items.append(_Upload(blob.stream, *targets[position], self._pool.upload(blob.stream)))
         items.append(
             codec.encode(
                 Submit(
@@ -271,7 +240,14 @@ class RemoteController:
             logger.debug("no flush: the link has ended")
 
     def wait_for_room(self) -> None:
-        if threading.current_thread() is self._thread or self._has_room(MAX_IN_FLIGHT, ROOM_BYTES):
+        self._pool.copy_lent()
+        if threading.current_thread() is self._thread:
+            return
+        if self._num_lent:
+            with self._room:
+                while self._num_lent and not self._over:
+                    self._room.wait()
+        if self._has_room(MAX_IN_FLIGHT, ROOM_BYTES):
             return
         with self._room:
             while not self._has_room(MAX_IN_FLIGHT // 2, ROOM_BYTES // 2) and not self._over:
@@ -297,10 +273,11 @@ class RemoteController:
         with self._order:
             if self._over:
                 raise ConnectionLostError("the session with the head has ended")
-            more = sum(len(item.buffer) for item in items if isinstance(item, _Upload))
-            if more:
+            uploads = [item for item in items if isinstance(item, _Upload)]
+            if uploads:
                 with self._room:
-                    self._queued_bytes += more
+                    self._queued_bytes += sum(len(upload.data) for upload in uploads)
+                    self._num_lent += sum(bool(upload.data.lent) for upload in uploads)
             self._queue.extend(items)
             try:
                 self.loop.call_soon_threadsafe(self._pump)
@@ -350,6 +327,7 @@ class RemoteController:
             if self._closing is not None:
                 await self._closing
             await durable.close()
+            await asyncio.gather(*self._returning)
 
     async def _dial(self, received: int) -> tuple[Link, int]:
         target, welcome = self._target, self._welcome
@@ -437,18 +415,31 @@ class RemoteController:
 
     async def _send_upload(self, upload: _Upload) -> None:
         assert self._link is not None
-        view = upload.buffer
-        for start in range(0, len(view), PART_BYTES):
-            await self._link.wait_below(self._link.pace.window_bytes)
-            piece = view[start : start + PART_BYTES]
-            part = Part(self.session, upload.stream, start, len(view), upload.mesh, upload.devices, piece)
-            self._send(*codec.encode_part(part))
+        whole, offset = len(upload.data), 0
+        for view in upload.data:
+            for start in range(0, len(view), PART_BYTES):
+                await self._link.wait_below(self._link.pace.window_bytes)
+                piece = view[start : start + PART_BYTES]
+                part = Part(self.session, upload.stream, offset, whole, upload.mesh, upload.devices, piece)
+                self._send(*codec.encode_part(part))
+                offset += len(piece)
+            if view and view is upload.data.lent:
+                returning = self.loop.create_task(self._give_back(self._link, self._link.sent))
+                self._returning.add(returning)
+                returning.add_done_callback(self._returning.discard)
         with self._room:
-            self._queued_bytes -= len(view)
+            self._queued_bytes -= whole
         self._notify()
         self._queue.popleft()
         self._pumping = None
         self._pump()
+
+    async def _give_back(self, link: DurableLink, number: int) -> None:
+        """Lent bytes are not looked at again once the head has them."""
+        await link.wait_acknowledged(number)
+        with self._room:
+            self._num_lent -= 1
+            self._room.notify_all()
 
     def _send(self, *pieces: Frame) -> None:
         assert self._link is not None

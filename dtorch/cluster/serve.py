@@ -18,17 +18,19 @@ import torch
 from typing_extensions import assert_never
 
 from dtorch import creation
+from dtorch.cluster import streams
 from dtorch.cluster.health import health
 from dtorch.cluster.lodger import Lodger
 from dtorch.cluster.pool import Device
 from dtorch.cluster.sentinel import Sentinel
 from dtorch.ops import custom, table
 from dtorch.ops._call import FLAT
-from dtorch.runtime.pages import keep_pages
+from dtorch.runtime.pages import KEPT_BYTES, keep_pages
 from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Turns
 from dtorch.transport import cluster, codec
 from dtorch.transport.cluster import DeviceLoad, Enlist, Enlisted, Load, Retire, ToPoolWorker, Use
+from dtorch.transport.codec import Frame
 from dtorch.transport.dial import address_of, dial, keep_alive, split_address, trust
 from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import ConnectionLostError, ProtocolError
@@ -355,13 +357,13 @@ class PoolWorker:
     # ---- for the sessions' threads
 
     def _send(self, message: FromWorker | Load | cluster.Part) -> None:
-        frame = codec.encode(message)
+        pieces = codec.encode_part(message) if isinstance(message, cluster.Part) else (codec.encode(message),)
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._send_now, frame)
+            self._loop.call_soon_threadsafe(self._send_now, *pieces)
 
-    def _send_now(self, frame: bytes) -> None:
+    def _send_now(self, *pieces: Frame) -> None:
         if self._link is not None and not self._link.closed:
-            self._link.send_nowait(frame)
+            self._link.send_nowait(*pieces)
 
     def _resolve(self, name: str) -> Callable[..., Any]:
         """The function of an op. Ops of users only come from the modules that whoever runs this worker allows."""
@@ -442,6 +444,7 @@ async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> N
     torch.set_num_threads(offer.num_threads)
     if os.environ.get("DTORCH_KEEP_PAGES") != "0":
         keep_pages()
+        streams.memory.keep(0 if offer.memory_bytes else KEPT_BYTES)
     if offer.memory_bytes:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (offer.memory_bytes, most))

@@ -12,11 +12,18 @@ import torch
 from dtorch.runtime.turns import Dropped, Turns
 from dtorch.transport.cluster import PART_BYTES, STREAM_WINDOW_BYTES, Part
 from dtorch.transport.errors import ProtocolError, QuotaError, WorkerLostError
+from dtorch.transport.kept import KeptMemory
 
 MISSING = -2
 """In place of the number of bytes: the first ones never came."""
 MAX_STREAMS = 4096
 """Uploads of one session that may wait to be used."""
+memory = KeptMemory(0)
+"""For uploads, whose tensors lie where they came in; of all sessions of this process, which says how much it keeps."""
+
+
+def _memory_of(size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory.take(size_bytes), dtype=torch.uint8)[:size_bytes]
 
 
 class SessionStreams:
@@ -81,7 +88,7 @@ class SessionStreams:
         elif known is not None and known[0] is not None and known[0].numel() == part.total:
             self._coming[part.stream] = (known[0], 0)  # the same memory, where parts may be landing
         else:
-            self._coming[part.stream] = (torch.empty(part.total, dtype=torch.uint8) if fits else None, 0)
+            self._coming[part.stream] = (_memory_of(part.total) if fits else None, 0)
 
     def land(self, part: Part, size_bytes: int) -> memoryview | None:
         """Where the data of a part belong that is about to come; ``put`` gets it without them, in its turn.
@@ -117,11 +124,17 @@ class SessionStreams:
         return buffer
 
     def give(self, stream: int, offset: int, data: torch.Tensor) -> None:
-        """Send bytes as fast as the client takes them. Raises Dropped when the session ends meanwhile."""
+        """Send bytes as fast as the client takes them. Raises Dropped when the session ends meanwhile.
+
+        They may change once this returns. What the head has given credit for by then has arrived there, and is sent from where
+        it lies; what may be under way still is copied.
+        """
         view = data.numpy().data
         for start in range(0, len(view), PART_BYTES):
             piece = view[start : start + PART_BYTES]
             self._wait_for_window(len(piece))
+            if start + len(piece) > len(view) - STREAM_WINDOW_BYTES:
+                piece = memoryview(bytes(piece))
             self._send(Part(self._session, stream, offset + start, 0, 0, (), piece))
 
     def _wait_for_window(self, size: int) -> None:

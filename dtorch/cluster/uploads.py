@@ -18,9 +18,9 @@ MAX_UPLOADS = 4096
 class _Upload:
     mesh: int
     devices: tuple[int, ...]
+    size_bytes: int  # that may be kept of it: all, or nothing
     frames: list[Frame] = field(default_factory=list)
-    size_bytes: int = 0
-    is_whole: bool = True  # all that has come is kept
+    came_bytes: int = 0
 
 
 class Uploads:
@@ -30,7 +30,7 @@ class Uploads:
         self._uploads: dict[int, _Upload] = {}
 
     def add(self, part: Part, frame: Frame, limit_bytes: int) -> None:
-        """A part goes by. Parts of a stream come in order.
+        """A part goes by. Parts of a stream come in order; whether it is kept is decided with its first.
 
         Args:
             frame: the part as it came.
@@ -40,16 +40,18 @@ class Uploads:
         if upload is None:
             if part.offset or len(self._uploads) >= MAX_UPLOADS:
                 return
-            upload = self._uploads[part.stream] = _Upload(part.mesh, part.devices)
-        if upload.is_whole and self.size_bytes + len(part.data) <= limit_bytes:
+            fits = 0 < part.total <= limit_bytes - self.size_bytes
+            upload = self._uploads[part.stream] = _Upload(part.mesh, part.devices, part.total if fits else 0)
+        upload.came_bytes += len(part.data)
+        if upload.came_bytes <= upload.size_bytes:
             upload.frames.append(frame)
-            upload.size_bytes += len(part.data)
         else:
             upload.frames.clear()
-            upload.size_bytes, upload.is_whole = 0, False
+            upload.size_bytes = 0
 
     @property
     def size_bytes(self) -> int:
+        """Of what is kept, and of what will come of it."""
         return sum(upload.size_bytes for upload in self._uploads.values())
 
     def take(self, blobs: Iterable[Blob | SharedBlob | StreamBlob]) -> tuple[Stream, ...]:
@@ -57,7 +59,7 @@ class Uploads:
         streams = []
         for blob in blobs:
             upload = self._uploads.pop(blob.stream, None) if isinstance(blob, StreamBlob) else None
-            if upload is not None and upload.is_whole and isinstance(blob, StreamBlob):
+            if upload is not None and upload.size_bytes and isinstance(blob, StreamBlob):
                 streams.append(Stream(blob.stream, upload.mesh, upload.devices, tuple(upload.frames)))
         return tuple(streams)
 

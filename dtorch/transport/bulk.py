@@ -33,12 +33,12 @@ import torch
 from msgspec import structs
 
 from .errors import ConnectionLostError, ProtocolError
+from .kept import LEAST_BYTES, size_class
 from .messages import SharedBlob
 
 _NAME = "dtorch"
 _PAGE = mmap.PAGESIZE
 _MAX_OPEN_MAPPINGS = 16
-_MIN_SEGMENT_BYTES = 64 * 1024
 _MAX_IDLE_SEGMENTS = 128  # each takes two descriptors
 _MAX_ADOPTED = 128
 _ALIGN = 64
@@ -171,7 +171,7 @@ class SegmentPool:
             if self._closed:
                 raise ValueError("the pool is closed")
             self._collect()
-            fitting = [s for s in self._idle if size_bytes <= s.size_bytes <= 2 * max(size_bytes, _MIN_SEGMENT_BYTES)]
+            fitting = [s for s in self._idle if size_bytes <= s.size_bytes <= 2 * max(size_bytes, LEAST_BYTES)]
             fitting.sort(key=lambda s: s.size_bytes)
             found = next((s for s in fitting if not s.is_adopted()), None)
             if found is not None:
@@ -179,7 +179,7 @@ class SegmentPool:
                 self._idle.remove(segment)
                 self._reused += 1
             else:
-                segment = Segment(_size_class(size_bytes), self._folder)
+                segment = Segment(size_class(size_bytes), self._folder)
                 self._created += 1
             self._leased_bytes += segment.size_bytes
         # torch holds this view for as long as the storage lives, so its end is the end of the lease.
@@ -206,6 +206,13 @@ class SegmentPool:
             for start, size in zip(starts, sizes_bytes, strict=False)
         ]
 
+    def filled(self, parts: Sequence[torch.Tensor], give: bool = False, lend: bool = False) -> list[Lease]:
+        """The bytes of tensors, row-major, for workers to read. Nothing is lent: arguments are those of ``RemotePool``."""
+        leases = self.lease_many([part.nbytes for part in parts], give)
+        for part, lease in zip(parts, leases, strict=True):
+            lease.tensor.view(part.dtype).view(part.shape).copy_(part)
+        return leases
+
     def statistics(self) -> PoolStatistics:
         with self._lock:
             self._collect()
@@ -229,13 +236,6 @@ class SegmentPool:
             segment = self._idle.pop(0)
             idle -= segment.size_bytes
             segment.close()
-
-
-def _size_class(size_bytes: int) -> int:
-    """The next of four steps per power of two, so that slightly different sizes meet in one class."""
-    size = max(size_bytes, _MIN_SEGMENT_BYTES)
-    step = 1 << max((size - 1).bit_length() - 3, 0)
-    return -(-size // step) * step
 
 
 _mappings: OrderedDict[tuple[int, int, int, int], mmap.mmap] = OrderedDict()  # (pid, fd, device, inode), oldest first
@@ -319,7 +319,7 @@ def _populate(tensor: torch.Tensor, advice: int) -> None:
     """Map the pages of a tensor in one go, which costs a third of touching them one by one. Where it fails nothing is lost."""
     start = tensor.data_ptr() // _PAGE * _PAGE
     size = tensor.data_ptr() + tensor.numel() - start
-    if size >= _MIN_SEGMENT_BYTES and HAS_ANONYMOUS:
+    if size >= LEAST_BYTES and HAS_ANONYMOUS:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 

@@ -53,7 +53,7 @@ from .messages import (
     Value,
 )
 
-PART_BYTES = 1024 * 1024
+PART_BYTES = 2 * 1024 * 1024
 """Bytes in one part of a stream: little enough that others' messages need not wait long behind it."""
 
 STREAM_WINDOW_BYTES = 8 * 1024 * 1024

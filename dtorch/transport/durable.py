@@ -76,6 +76,11 @@ class DurableLink(Link):
         return self._numbered.received
 
     @property
+    def sent(self) -> int:
+        """Number of the last frame sent."""
+        return self._numbered.sent
+
+    @property
     def acknowledged(self) -> int:
         """Number of the last frame sent that has arrived."""
         return self._numbered.acknowledged
@@ -109,6 +114,12 @@ class DurableLink(Link):
             self._room.clear()
             await self._room.wait()
 
+    async def wait_acknowledged(self, number: int) -> None:
+        """Wait until the frame of this number has arrived, or the link has ended."""
+        while self._numbered.acknowledged < number and not self.closed:
+            self._room.clear()
+            await self._room.wait()
+
     async def receive(self) -> Frame | None:
         while not self.closed:
             link = self._link
@@ -126,8 +137,7 @@ class DurableLink(Link):
             except ProtocolError as error:
                 await self.close(str(error), WSCloseCode.PROTOCOL_ERROR)
                 raise
-            landed, link.num_landed = link.num_landed, 0
-            self._numbered.owe(landed)
+            self._numbered.owe(link.num_landed)
             self.pace.arrived(before - self._numbered.unacked_bytes, asyncio.get_running_loop().time())
             self._room.set()
             if frame is not None:

@@ -68,7 +68,7 @@ class Link(abc.ABC):
         close_code: of the peer's goodbye, where websockets have one.
         landing: given the first bytes of a large frame, says what is to be received in its place, how many bytes of it come
             before the last ones, and the memory for these; or None. Links that cannot do it ask nobody.
-        num_landed: bytes that have gone there and are not part of what was received.
+        num_landed: bytes that have gone there of the frame received last, and are not part of it.
     """
 
     reason: str = ""

@@ -87,6 +87,11 @@ class Numbered:
         return wire[HEAD.size :]
 
     @property
+    def sent(self) -> int:
+        """Number of the last frame sent."""
+        return self._sent
+
+    @property
     def acknowledged(self) -> int:
         """Number of the last frame sent that the other end has acknowledged."""
         return self._sent - len(self._kept)

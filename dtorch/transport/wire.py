@@ -21,6 +21,7 @@ from aiohttp import ClientWebSocketResponse, WSCloseCode, web
 
 from .codec import Frame
 from .errors import ConnectionLostError
+from .kept import KeptMemory
 from .link import CLOSE_TIMEOUT_S, REASON_BYTES, Link, Reader, WebSocketLink
 from .patience import within
 
@@ -32,6 +33,8 @@ _INBOX_BYTES = 4 * 1024 * 1024
 """Of frames that nobody has taken yet: above this the socket is not read."""
 _JOIN_BYTES = 4096
 """Frames below this go out as one piece."""
+_memory = KeptMemory(32 * 1024 * 1024)
+"""For payloads: those of this process that nobody refers to any more."""
 _LANDING_BYTES, _BEGIN_BYTES = 64 * 1024, 512
 """Frames from this size on may land; so much of them is looked at."""
 
@@ -96,7 +99,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
         self._head = (0, False, b"")  # of that frame: opcode, is it the last of its message, key
         self._instead: bytes | None = None  # what is received in place of that frame, whose last bytes land elsewhere
         self._parts: list[Frame] = []  # of a message that comes in several frames
-        self._inbox: deque[Frame] = deque()
+        self._inbox: deque[tuple[Frame, int]] = deque()  # with how many bytes of it landed
         self._inbox_bytes = 0
         self.is_paused = asyncio.Event()  # the socket is not read
         self._news = asyncio.Event()  # a frame, or the end
@@ -195,7 +198,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
     async def receive(self) -> Frame | None:
         while not self._closed:
             if self._inbox:
-                frame = self._inbox.popleft()
+                frame, self.num_landed = self._inbox.popleft()
                 self._inbox_bytes -= len(frame)
                 if self.is_paused.is_set() and self._inbox_bytes <= _INBOX_BYTES // 2:
                     self.is_paused.clear()
@@ -411,7 +414,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._start += at + size
             self._come(bytes(self._scratch[start + at : start + at + size]))
             return True
-        payload = np.empty(size, np.uint8).data if size else memoryview(b"")
+        payload = _memory.take(size).data[:size] if size else memoryview(b"")
         there = min(size, have - at)
         if there:
             payload[:there] = self._scratch[start + at : start + at + there]
@@ -428,8 +431,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
         opcode, is_last, key = self._head
         if self._instead is not None:
             frame, self._instead = self._instead, None
-            self.num_landed += len(payload)
-            self._deliver(frame)
+            self._deliver(frame, len(payload))
             return
         if any(key):
             data = np.frombuffer(payload, np.uint8)
@@ -453,10 +455,11 @@ class WireLink(Link, asyncio.BufferedProtocol):
         elif opcode != _PONG:
             self._refuse(WSCloseCode.UNSUPPORTED_DATA, "frames of this kind are not in the protocol")
 
-    def _deliver(self, frame: Frame) -> None:
+    def _deliver(self, frame: Frame, num_landed: int = 0) -> None:
         if self._closed:
             return
         if self._handle is not None:
+            self.num_landed = num_landed
             try:
                 if self._handle(frame):
                     return
@@ -465,7 +468,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._handle = None
             self._news.set()
             return
-        self._inbox.append(frame)
+        self._inbox.append((frame, num_landed))
         self._inbox_bytes += len(frame)
         self._news.set()
         if self._inbox_bytes > _INBOX_BYTES and not self.is_paused.is_set():

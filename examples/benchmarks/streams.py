@@ -30,8 +30,8 @@ from timing import Samples, alternate
 
 import dtorch
 from dtorch.cluster.keys import KeyFile
-from dtorch.cluster.streams import SessionStreams
-from dtorch.runtime.pages import keep_pages
+from dtorch.cluster.streams import SessionStreams, memory
+from dtorch.runtime.pages import KEPT_BYTES, keep_pages
 from dtorch.runtime.shell import new_loop
 from dtorch.runtime.turns import Turns
 from dtorch.transport import codec
@@ -236,6 +236,7 @@ def main() -> None:
         name, number = args.end[0], int(args.end[1])
         if name == "receiver":
             keep_pages()
+            memory.keep(KEPT_BYTES)
             new_loop().run_until_complete(receiver(number))
         else:
             {"sink": sink, "relay": relay}[name](number)
