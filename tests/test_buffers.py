@@ -25,7 +25,7 @@ def numbers(size_bytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
 
 def sent(pool: RemotePool, blob: StreamBlob) -> tuple[int, bytes]:
     """How much is lent, and all of it."""
-    found = pool.upload(blob.stream)
+    found = pool.upload(blob)
     assert len(found) == blob.size_bytes
     return len(found.lent), bytes(found.lent) + bytes(found.copied)
 
@@ -34,7 +34,7 @@ def test_what_the_program_waits_for_is_lent_and_the_end_is_copied() -> None:
     pool, data = RemotePool(), numbers(6 * PART_BYTES + 2)
     whole = bytes(data.view(torch.uint8).numpy())
     (lease,) = pool.filled([data], lend=True)
-    found = pool.upload(lease.blob.stream)
+    found = pool.upload(lease.blob)
     assert len(found.lent) == 4 * PART_BYTES  # in whole parts
     data[-1] = data[0] = 0
     assert bytes(found.copied) == whole[4 * PART_BYTES :]

@@ -54,6 +54,13 @@ def test_programs_run_as_they_do_without_a_head(session: Session, num: int) -> N
     assert torch.equal(partial.to_torch(), torch.full((8,), 8.0))
 
 
+def test_a_device_may_get_nothing_of_a_large_upload(session: Session) -> None:
+    data = torch.randn(1, 40_000)
+    x = put(data, 2)
+    assert torch.equal((x + 1).to_torch(), data + 1)
+    assert [len(piece) for piece in x.to_shards()] == [1, 0]
+
+
 def test_large_partial_values_come_in_pieces(session: Session) -> None:
     data = torch.randn(4, 40_000)
     x = put(data, 4, 0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from _cluster import PATIENCE_S, Cluster, cluster
 
 import dtorch
@@ -53,7 +54,12 @@ def test_a_client_refuses_a_certificate_that_it_does_not_trust_and_takes_one_of_
     with contextlib.ExitStack() as stack:
         stack.callback(dtorch.shutdown)
         with using(session):
-            assert (dtorch.ones(3, device_mesh=dtorch.DeviceMesh("cpu", [0])) + 1).sum().item() == 6.0
+            mesh = dtorch.DeviceMesh("cpu", [0])
+            assert (dtorch.ones(3, device_mesh=mesh) + 1).sum().item() == 6.0
+            data = torch.arange(20 << 20, dtype=torch.int32)
+            x = dtorch.Tensor(data, device_mesh=mesh)
+            kept, data[:] = data.clone(), 0
+            assert torch.equal(x.to_torch(), kept)
     assert not any(event["event"] == "key refused" for event in home.audit())  # no key was ever said
 
 

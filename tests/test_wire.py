@@ -302,6 +302,37 @@ async def test_what_comes_again_does_not_land_again() -> None:
     assert len(frames) == 2
 
 
+async def test_each_part_that_landed_is_acknowledged_though_several_wait_to_be_taken() -> None:
+    both, owes = asyncio.Event(), []
+    num = 3  # the first one does not land
+
+    def land(frame: bytes, size_bytes: int) -> memoryview | None:
+        found = codec.decode_from_client(frame)
+        assert isinstance(found, Part)
+        if found.offset == (num - 1) * PART_BYTES:
+            both.set()
+        return memoryview(bytearray(size_bytes)) if found.offset else None
+
+    async def take(link: Link) -> None:
+        durable = DurableLink(link, 0.0)
+        durable.land = land
+        await both.wait()
+        while await durable.receive() is not None:
+            owes.append(durable._numbered._owed_bytes)
+
+    async with server(take) as (address, _):
+        durable = DurableLink(await linked(address), 0.0)
+        reading = asyncio.ensure_future(durable.receive())
+        data = memoryview(bytes(PART_BYTES))
+        for number in range(num):
+            durable.send_nowait(*codec.encode_part(Part(1, 9, number * PART_BYTES, num * PART_BYTES, 2, (3,), data)))
+        await durable.wait_sent()
+        reading.cancel()
+        await durable.close()
+    # Each part is counted as it is taken; with the second one an acknowledgement is sent.
+    assert [round(size / PART_BYTES) for size in owes] == [1, 0, 1]
+
+
 # ---- read by a thread that waits
 
 

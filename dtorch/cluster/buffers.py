@@ -96,14 +96,14 @@ class RemotePool:
                     whole = torch.cat([torch.frombuffer(view, dtype=torch.uint8) for view in (lent, copied) if view])
                     self._lent[number] = Bytes(memoryview(b""), whole.numpy().data)
 
-    def upload(self, stream: int) -> Bytes:
+    def upload(self, blob: StreamBlob) -> Bytes:
         """The bytes of an upload that is about to be sent; what is lent stays so until it has arrived."""
         with self._lock:
-            found = self._lent.pop(stream, None)
+            found = self._lent.pop(blob.stream, None)
         if found is None:
-            buffer = self.buffer(stream)
+            buffer = self.buffer(blob.stream)
             assert buffer is not None  # the session keeps it until the batch is finished
-            found = Bytes(memoryview(b""), buffer)
+            found = Bytes(memoryview(b""), buffer[: blob.size_bytes])
         return found
 
     def buffer(self, stream: int) -> memoryview | None:

@@ -172,7 +172,7 @@ class RemoteController:
             assert not isinstance(blob, SharedBlob)
             uploads.append(blob)
             if isinstance(blob, StreamBlob):
-                items.append(_Upload(blob.stream, *targets[position], self._pool.upload(blob.stream)))
+                items.append(_Upload(blob.stream, *targets[position], self._pool.upload(blob)))
         items.append(
             codec.encode(
                 Submit(
@@ -423,13 +423,13 @@ class RemoteController:
                 part = Part(self.session, upload.stream, offset, whole, upload.mesh, upload.devices, piece)
                 self._send(*codec.encode_part(part))
                 offset += len(piece)
+                with self._room:
+                    self._queued_bytes -= len(piece)
+                self._notify()
             if view and view is upload.data.lent:
                 returning = self.loop.create_task(self._give_back(self._link, self._link.sent))
                 self._returning.add(returning)
                 returning.add_done_callback(self._returning.discard)
-        with self._room:
-            self._queued_bytes -= whole
-        self._notify()
         self._queue.popleft()
         self._pumping = None
         self._pump()

@@ -22,8 +22,19 @@ memory = KeptMemory(0)
 """For uploads, whose tensors lie where they came in; of all sessions of this process, which says how much it keeps."""
 
 
-def _memory_of(size_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(memory.take(size_bytes), dtype=torch.uint8)[:size_bytes]
+class _Coming:
+    """An upload that comes.
+
+    Attributes:
+        data: where it belongs; None when it is not taken in: it is too large, or its first bytes are missing.
+        done: how many bytes are there; MISSING.
+    """
+
+    __slots__ = ("data", "done")
+
+    def __init__(self, data: memoryview | None, done: int = 0) -> None:
+        self.data = data
+        self.done = done
 
 
 class SessionStreams:
@@ -41,8 +52,7 @@ class SessionStreams:
         self._turns = turns
         self._send = send
         self._limit_bytes = limit_bytes
-        # stream -> bytes, how many of them are there; those of one whose first ones are missing are not taken in
-        self._coming: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._coming: dict[int, _Coming] = {}  # by stream
         self._landed: dict[int, deque[tuple[int, int]]] = {}  # stream -> (offset, bytes) of parts ahead of ``put``
         self._window = STREAM_WINDOW_BYTES
         self._news = threading.Condition()
@@ -51,7 +61,7 @@ class SessionStreams:
     @property
     def waiting_bytes(self) -> int:
         """Of uploads that no call has used yet."""
-        return sum(buffer.numel() for buffer, _ in list(self._coming.values()) if buffer is not None)
+        return sum(len(coming.data) for coming in list(self._coming.values()) if coming.data is not None)
 
     def put(self, part: Part) -> None:
         """A part of an upload; parts come in order. Raises ProtocolError.
@@ -65,63 +75,62 @@ class SessionStreams:
             size = landed.popleft()[1]
             if not landed:
                 del self._landed[part.stream]
-        known = self._coming.get(part.stream)
-        if known is None or part.offset == 0:
-            self._begin(part, known)
-        buffer, done = self._coming[part.stream]
+        coming = self._coming.get(part.stream)
+        if coming is None or part.offset == 0:
+            coming = self._coming[part.stream] = self._begin(part, coming)
+        data, done = coming.data, coming.done
         if done == MISSING:
             return
-        if part.offset != done or (buffer is not None and done + size > buffer.numel()):
+        if part.offset != done or (data is not None and done + size > len(data)):
             raise ProtocolError(f"stream {part.stream} goes on at byte {part.offset} after {done}")
-        if buffer is not None and len(part.data):
-            buffer.numpy().data[done : done + size] = part.data
-        self._coming[part.stream] = (buffer, done + size)
+        if data is not None and len(part.data):
+            data[done : done + size] = part.data
+        coming.done = done + size
 
-    def _begin(self, part: Part, known: tuple[torch.Tensor | None, int] | None) -> None:
+    def _begin(self, part: Part, known: _Coming | None) -> _Coming:
         if part.total < 0:
             raise ProtocolError(f"stream {part.stream} is of {part.total} bytes")
         if known is None and len(self._coming) >= MAX_STREAMS:
             raise ProtocolError(f"{MAX_STREAMS} uploads wait to be used already")
         fits = not self._limit_bytes or self.waiting_bytes + part.total <= self._limit_bytes
         if part.offset:
-            self._coming[part.stream] = (None, MISSING)
-        elif known is not None and known[0] is not None and known[0].numel() == part.total:
-            self._coming[part.stream] = (known[0], 0)  # the same memory, where parts may be landing
-        else:
-            self._coming[part.stream] = (_memory_of(part.total) if fits else None, 0)
+            return _Coming(None, MISSING)
+        if known is not None and known.data is not None and len(known.data) == part.total:
+            return _Coming(known.data)  # the same memory, where parts may be landing
+        return _Coming(memory.take(part.total).data[: part.total] if part.total and fits else None)
 
     def land(self, part: Part, size_bytes: int) -> memoryview | None:
         """Where the data of a part belong that is about to come; ``put`` gets it without them, in its turn.
 
         None: it is the first of its stream, or not the next one.
         """
-        buffer, done = self._coming.get(part.stream, (None, 0))
-        if buffer is None or not done or not size_bytes:
+        coming = self._coming.get(part.stream)
+        if coming is None or coming.data is None or not coming.done or not size_bytes:
             return None
         landed = self._landed.get(part.stream) or deque()
         again = bool(landed) and landed[-1] == (part.offset, size_bytes)  # the connection broke when it was landing
-        expected = sum(landed[-1]) if landed else done
+        expected = sum(landed[-1]) if landed else coming.done
         stop = part.offset + size_bytes
-        if stop > buffer.numel() or not (again or part.offset == expected):
+        if stop > len(coming.data) or not (again or part.offset == expected):
             return None
         if not again:
             landed.append((part.offset, size_bytes))
             self._landed[part.stream] = landed
-        return buffer.numpy().data[part.offset : stop]
+        return coming.data[part.offset : stop]
 
     def take(self, stream: int, size_bytes: int) -> Any:
         """The bytes of an upload; in their place an error to be raised by the call that uses them, if one does here.
 
         A batch that uploads to some of its meshes goes to workers of others too, which get no bytes and use none.
         """
-        buffer, done = self._coming.pop(stream, (None, -1))
-        if done == MISSING:
+        coming = self._coming.pop(stream, None) or _Coming(None)
+        if coming.done == MISSING:
             return WorkerLostError("a worker", "it had the beginning of this upload, which is not remembered; send it again")
-        if done != size_bytes:
-            return ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {max(done, 0)} of which have come")
-        if buffer is None:
+        if coming.done != size_bytes:
+            return ProtocolError(f"{size_bytes} bytes of stream {stream} are used, {coming.done} of which have come")
+        if coming.data is None and size_bytes:
             return QuotaError(f"an upload of {size_bytes} bytes is above the quota of {self._limit_bytes} bytes")
-        return buffer
+        return torch.empty(0, dtype=torch.uint8) if coming.data is None else torch.frombuffer(coming.data, dtype=torch.uint8)
 
     def give(self, stream: int, offset: int, data: torch.Tensor) -> None:
         """Send bytes as fast as the client takes them. Raises Dropped when the session ends meanwhile.

@@ -75,6 +75,7 @@ from dtorch.transport.messages import (
     Statistics,
     Trace,
 )
+from dtorch.transport.numbered import ACK_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -356,8 +357,9 @@ class Tenancy:
         if isinstance(message, Part):
             self._home.meter.fetched(self.number, len(message.data))
             self._send_frame(frame)
-            self._owed[worker.number] = self._owed.get(worker.number, 0) + len(message.data)
-            self._grant()
+            owed = self._owed[worker.number] = self._owed.get(worker.number, 0) + len(message.data)
+            if owed >= STREAM_WINDOW_BYTES // 2:
+                self._grant()
             return
         if isinstance(message, Failure) and message.index < 0 and message.error < 0:
             self.end("ProtocolError", f"worker {worker.member.name} cannot go on with this session: {message.text}")
@@ -412,7 +414,7 @@ class Tenancy:
             self._granting = asyncio.get_running_loop().create_task(self._grant_later())
 
     async def _grant_later(self) -> None:
-        await self.link.wait_below(self.link.pace.window_bytes // 2)
+        await self.link.wait_below(max(self.link.pace.window_bytes // 2, ACK_BYTES))
         self._granting = None
         self._pay()
 

@@ -389,7 +389,7 @@ class Lineage:
         record.refused = refused
         if uploads:
             size = record.upload_bytes
-            streamed = {blob.stream for blob in uploads if isinstance(blob, StreamBlob)}
+            streamed = {blob.stream for blob in uploads if isinstance(blob, StreamBlob) and blob.size_bytes}
             if self.upload_bytes + size > self.bounds.upload_bytes or not streamed <= {s.number for s in streams}:
                 record.uploads = record.keep = None
                 record.streams = ()

@@ -18,8 +18,9 @@ Wire = tuple[Frame, ...]
 
 HEAD = struct.Struct("<QQ")
 ACK_FRAMES = 32
-ACK_BYTES = 1024 * 1024
-"""An acknowledgement of its own is sent once so many frames or bytes have come without one."""
+ACK_BYTES = 3 * 1024 * 1024
+"""An acknowledgement of its own is sent once so many frames or bytes have come without one: less than any window, so that who
+waits for it does not wait long."""
 WINDOW_S = 0.1
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES = 4 * 1024 * 1024, 32 * 1024 * 1024
 
