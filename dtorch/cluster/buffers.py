@@ -22,7 +22,7 @@ from dtorch.transport.messages import StreamBlob
 
 ROOM_BYTES = 64 * 1024 * 1024
 """Of uploads not yet sent: above this the client's thread waits."""
-TAIL_BYTES = 16 * 1024 * 1024
+TAIL_BYTES = 8 * 1024 * 1024
 """Of an upload above that so much is copied, to be on its way while the program makes the next one."""
 KEPT_BYTES = 512 * 1024 * 1024
 

@@ -21,7 +21,7 @@ from aiohttp import ClientWebSocketResponse, WSCloseCode, web
 
 from .codec import Frame
 from .errors import ConnectionLostError
-from .kept import KeptMemory
+from .kept import LEAST_BYTES, KeptMemory
 from .link import CLOSE_TIMEOUT_S, REASON_BYTES, Link, Reader, WebSocketLink
 from .patience import within
 
@@ -34,7 +34,7 @@ _INBOX_BYTES = 4 * 1024 * 1024
 _JOIN_BYTES = 4096
 """Frames below this go out as one piece."""
 _memory = KeptMemory(32 * 1024 * 1024)
-"""For payloads: those of this process that nobody refers to any more."""
+"""Of large payloads."""
 _LANDING_BYTES, _BEGIN_BYTES = 64 * 1024, 512
 """Frames from this size on may land; so much of them is looked at."""
 
@@ -414,7 +414,7 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._start += at + size
             self._come(bytes(self._scratch[start + at : start + at + size]))
             return True
-        payload = _memory.take(size).data[:size] if size else memoryview(b"")
+        payload = _memory.take(size).data if size >= LEAST_BYTES else memoryview(bytearray(size))
         there = min(size, have - at)
         if there:
             payload[:there] = self._scratch[start + at : start + at + there]
