@@ -20,7 +20,6 @@ from dtorch.cluster.buffers import ROOM_BYTES, TAIL_BYTES
 from dtorch.cluster.tenancy import Tenancy
 from dtorch.session import Session, using
 from dtorch.transport.cluster import PART_BYTES, STREAM_WINDOW_BYTES, Part
-from dtorch.transport.durable import DurableLink
 from dtorch.transport.errors import OpError
 from dtorch.transport.numbered import ACK_BYTES, MOST_WINDOW_BYTES
 
@@ -75,44 +74,43 @@ def put(data: torch.Tensor) -> dtorch.Tensor:
     return dtorch.Tensor(data, device_mesh=MESH, placements=[Shard(0)])
 
 
-def kill_when_behind(victim: subprocess.Popen[bytes], home: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kill_when_behind(victim: subprocess.Popen[bytes], home: Cluster) -> list[int]:
     """Stop a worker, so that an upload comes to a halt in its middle, and kill it then; the answer gets what waited, bytes."""
     (end,) = [end for end in home.head.workers.values() if end.pid == victim.pid]
     waited: list[int] = []
-    used = DurableLink.wait_below
+    used = end.link.wait_below
 
-    async def wait_below(self: DurableLink, limit_bytes: int) -> None:
-        if self is end.link and self.pending_bytes > limit_bytes:
-            waited.append(self.pending_bytes)
+    async def wait_below(limit_bytes: int) -> None:
+        if end.link.pending_bytes > limit_bytes:
+            waited.append(end.link.pending_bytes)
             victim.kill()
-        await used(self, limit_bytes)
+        await used(limit_bytes)
 
-    monkeypatch.setattr(DurableLink, "wait_below", wait_below)
+    end.link.wait_below = wait_below  # type: ignore[method-assign]
     victim.send_signal(signal.SIGSTOP)
     return waited
 
 
-def on_part(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[Tenancy, int], None]) -> list[int]:
-    """Do something in the head whenever a part has gone by; the answer gets their offsets."""
+def on_part(home: Cluster, session: Session, name: str, action: Callable[[Tenancy, int], None]) -> list[int]:
+    """Do something in the head whenever a part of a session has gone by; the answer gets their offsets."""
     offsets: list[int] = []
-    used = getattr(Tenancy, name)
+    tenancy = home.head.sessions[session.number]
+    used = getattr(tenancy, name)
 
-    def wrapped(self: Tenancy, *args: Any) -> None:
-        used(self, *args)
+    def wrapped(*args: Any) -> None:
+        used(*args)
         part = next((each for each in args if isinstance(each, Part)), None)
         if part is not None:
             offsets.append(part.offset)
-            action(self, len(offsets))
+            action(tenancy, len(offsets))
 
-    monkeypatch.setattr(Tenancy, name, wrapped)
+    home.do(lambda: setattr(tenancy, name, wrapped))
     return offsets
 
 
-def test_a_worker_killed_in_the_middle_of_an_upload_changes_no_bit(
-    session: Session, home: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_killed_in_the_middle_of_an_upload_changes_no_bit(session: Session, home: Cluster) -> None:
     data = numbers(48 * MIB)
-    waited = kill_when_behind(home.process_of(session, 1), home, monkeypatch)
+    waited = kill_when_behind(home.process_of(session, 1), home)
     x = put(data)
     assert torch.equal(x.to_torch(), data)
     assert torch.equal((x + 1).to_torch(), data + 1)
@@ -121,11 +119,11 @@ def test_a_worker_killed_in_the_middle_of_an_upload_changes_no_bit(
 
 
 def test_of_what_a_head_does_not_remember_the_middle_is_an_error_and_the_session_goes_on(
-    session: Session, home: Cluster, monkeypatch: pytest.MonkeyPatch
+    session: Session, home: Cluster
 ) -> None:
     data = numbers(80 * MIB)
     assert data.nbytes > max(ROOM_BYTES, home.head.options.remember_bytes)
-    waited = kill_when_behind(home.process_of(session, 0), home, monkeypatch)
+    waited = kill_when_behind(home.process_of(session, 0), home)
     x = dtorch.Tensor(data, device_mesh=ONE)
     with pytest.raises(OpError, match="the beginning of this upload, which is not remembered; send it again"):
         x.to_torch()
@@ -135,14 +133,17 @@ def test_of_what_a_head_does_not_remember_the_middle_is_an_error_and_the_session
 
 
 @pytest.mark.parametrize("num_parts", [1, 9])
-def test_a_worker_killed_in_the_middle_of_a_value_changes_no_bit(
-    session: Session, home: Cluster, monkeypatch: pytest.MonkeyPatch, num_parts: int
-) -> None:
+def test_a_worker_killed_in_the_middle_of_a_value_changes_no_bit(session: Session, home: Cluster, num_parts: int) -> None:
     data = numbers(60 * MIB)
     x = put(data) + 1
     dtorch.synchronize()
     victim = home.process_of(session, 0)
-    offsets = on_part(monkeypatch, "received", lambda _, num: victim.kill() if num == num_parts else None)
+
+    def action(_: Tenancy, __: int) -> None:
+        if sum(offset < data.nbytes // 2 for offset in offsets) == num_parts:  # the other half is another worker's
+            victim.kill()
+
+    offsets = on_part(home, session, "received", action)
     assert torch.equal(x.to_torch(), data + 1)
     assert offsets.count(0) == 2  # it began again
     assert torch.equal((x + 1).to_torch(), data + 2)
@@ -162,12 +163,10 @@ def break_at(*clients: int, workers: tuple[int, ...] = ()) -> Callable[[Tenancy,
     return action
 
 
-def test_connections_that_break_in_the_middle_of_an_upload_lose_nothing(
-    lasting: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_that_break_in_the_middle_of_an_upload_lose_nothing(lasting: Session, steady: Cluster) -> None:
     data = numbers(120 * MIB)
     kept = data.clone()
-    offsets = on_part(monkeypatch, "_forward", break_at(3, 20, 40, 55, workers=(10, 20, 58)))
+    offsets = on_part(steady, lasting, "_forward", break_at(3, 20, 40, 55, workers=(10, 20, 58)))
     x = put(data)
     num_there = len(offsets)
     data.zero_()  # nobody looks at it again
@@ -178,14 +177,12 @@ def test_connections_that_break_in_the_middle_of_an_upload_lose_nothing(
     assert dtorch.statistics().lost_workers == 0
 
 
-def test_connections_that_break_in_the_middle_of_a_value_lose_nothing(
-    lasting: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_that_break_in_the_middle_of_a_value_lose_nothing(lasting: Session, steady: Cluster) -> None:
     data = numbers(60 * MIB)
     x = dtorch.Tensor(data, device_mesh=ONE)
     dtorch.synchronize()
     num = data.nbytes // PART_BYTES
-    offsets = on_part(monkeypatch, "received", break_at(6, 20, workers=(20, num - 3, num - 1)))
+    offsets = on_part(steady, lasting, "received", break_at(6, 20, workers=(20, num - 3, num - 1)))
     promise = lasting.fetch(x)
     x += 1  # in the memory that is sent from
     lasting.recorder.flush()
@@ -196,16 +193,17 @@ def test_connections_that_break_in_the_middle_of_a_value_lose_nothing(
     assert dtorch.statistics().lost_workers == 0
 
 
-def test_a_head_holds_little_for_a_client_that_does_not_read(lasting: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_holds_little_for_a_client_that_does_not_read(lasting: Session, steady: Cluster) -> None:
     """1: a value begins to come. 2: the client's thread is held up. 3: the workers may send no more. 4: it goes on."""
     go_on, stalled, came, paid, most = threading.Event(), threading.Event(), [0], [0], [0]
-    pay = Tenancy._pay
+    tenancy = steady.head.sessions[lasting.number]
+    pay = tenancy._pay
 
-    def counted(self: Tenancy) -> None:
-        paid[0] += sum(self._owed.values())
-        pay(self)
+    def counted() -> None:
+        paid[0] += sum(tenancy._owed.values())
+        pay()
 
-    def action(tenancy: Tenancy, num: int) -> None:
+    def action(_: Tenancy, num: int) -> None:
         if num == 1:
             lasting.thread.loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
         came[0] += PART_BYTES
@@ -213,10 +211,10 @@ def test_a_head_holds_little_for_a_client_that_does_not_read(lasting: Session, m
         if came[0] > paid[0] + STREAM_WINDOW_BYTES - PART_BYTES and tenancy._granting is not None:
             stalled.set()
 
-    monkeypatch.setattr(Tenancy, "_pay", counted)
+    steady.do(lambda: setattr(tenancy, "_pay", counted))
     x = dtorch.full((40 * MIB,), 7, dtype=torch.int32, device_mesh=ONE)
     dtorch.synchronize()
-    on_part(monkeypatch, "received", action)
+    on_part(steady, lasting, "received", action)
     promise = lasting.fetch(x)
     assert stalled.wait(PATIENCE_S)
     assert not promise.done
