@@ -208,6 +208,31 @@ def test_an_interrupt_ends_a_wait_and_nothing_else(home: Loop, source: Heard) ->
     assert source.bytes == b"x"
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_interrupt_that_another_thread_got_ends_a_wait(home: Loop, reads: bool) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    promise: Promise[None] = Promise(home.ear if reads else None)
+    waits = threading.Event()
+    promise.add_callback(lambda: None)
+
+    def interrupt() -> None:
+        waits.wait(30)
+        if reads:
+            while home.ear._waits is None:
+                pass
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes nobody
+
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        waits.set()
+        with pytest.raises(KeyboardInterrupt):
+            promise.result()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_handler_may_wait_while_its_thread_does(home: Loop) -> None:
     sources = [Heard(home), Heard(home)]
     main = threading.main_thread().ident

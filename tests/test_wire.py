@@ -397,6 +397,56 @@ async def test_a_thread_that_waits_puts_frames_together_that_come_in_bits(step: 
     assert waiting.frames == wanted
 
 
+class ByHand:
+    """Reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.descriptor = -1
+        self.begun = asyncio.Event()
+
+    def add(self, source: Any, fd: int) -> None:
+        self.descriptor = fd
+        self.begun.set()
+
+    def remove(self, source: Any) -> None:
+        self.descriptor = -1
+
+
+async def test_the_loop_goes_on_with_a_frame_that_a_thread_has_begun() -> None:
+    frames, reader, over = [], ByHand(), asyncio.Event()
+
+    def handle(frame: Any) -> bool:
+        frames.append(bytes(frame))
+        return True
+
+    async def talk(link: Link) -> None:
+        await link.hear(handle, reader)
+        over.set()
+
+    async with server(talk, threads=True) as (address, links):
+        link = await linked(address)
+        wanted = payload(3 << 20)
+        link.send_nowait(wanted)
+        await reader.begun.wait()
+        near = links[0]
+        assert isinstance(near, WireLink)
+        has_begun = False
+        while not has_begun:  # as a thread does: until it has the beginning, which fills its buffer
+            has_begun = not near.pump(reader.descriptor, False)
+        assert not near.pump(reader.descriptor, False)
+        while not frames:
+            assert near.pump(reader.descriptor, True)
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(link.close())
+        while reader.descriptor >= 0:
+            near.pump(reader.descriptor, True)
+            await asyncio.sleep(0)
+        await over.wait()
+        await closing
+    assert frames == [wanted]
+
+
 @needs_ear
 async def test_pings_and_goodbyes_are_left_to_the_loop() -> None:
     waiting = Waiting(3)

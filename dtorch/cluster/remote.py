@@ -25,6 +25,7 @@ from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.promise import Promise
 from dtorch.runtime.recorder import MAX_IN_FLIGHT
 from dtorch.runtime.shell import Listener, new_loop
+from dtorch.runtime.shield import LOOK_S
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import cluster, codec, errors
 from dtorch.transport.cluster import PART_BYTES, Attach, Attached, Leave, Part, Reserve, Submit
@@ -246,12 +247,12 @@ class RemoteController:
         if self._num_lent:
             with self._room:
                 while self._num_lent and not self._over:
-                    self._room.wait()
+                    self._room.wait(LOOK_S)
         if self._has_room(MAX_IN_FLIGHT, ROOM_BYTES):
             return
         with self._room:
             while not self._has_room(MAX_IN_FLIGHT // 2, ROOM_BYTES // 2) and not self._over:
-                self._room.wait()
+                self._room.wait(LOOK_S)
 
     def _has_room(self, num_batches: int, size_bytes: int) -> bool:
         return self._num_submitted - self._num_finished <= num_batches and self._queued_bytes <= size_bytes

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from time import perf_counter
 
-from dtorch.runtime.shield import Shield
+from dtorch.runtime.shield import LOOK_S, Shield
 from dtorch.runtime.spin import SPIN_S, Contention
 from dtorch.transport.link import Source
 
@@ -102,7 +102,7 @@ class Ear:
                 while not (is_done() or self._closed or shield.was_asked):
                     now = perf_counter()
                     is_awake = is_awake and self.contention.looked(before, now) and now < awake_until
-                    timeout = 0.0 if is_awake else -1.0 if until_s is None else until_s - now
+                    timeout = 0.0 if is_awake else LOOK_S if until_s is None else min(until_s - now, LOOK_S)
                     if until_s is not None and until_s <= now:
                         break
                     before = now

@@ -7,10 +7,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
+from math import inf
 from time import perf_counter, perf_counter_ns
 from typing import Any, Generic, Protocol, TypeVar
 
 from dtorch.runtime.notebook import in_notebook, tick_until_done
+from dtorch.runtime.shield import LOOK_S
 
 T = TypeVar("T")
 
@@ -132,7 +134,7 @@ class Promise(Generic[T]):
                 reading.wait(lambda: self._callbacks is None, until_s)
                 if until_s is not None:
                     timeout_s = until_s - perf_counter()
-            return gate.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0))
+            return _acquire(gate, timeout_s)
         finally:
             self._drop(opened)
             if reading is not None:
@@ -187,6 +189,14 @@ class Promise(Generic[T]):
                 if watching is not None:
                     watching("await", began)
         return self.result()
+
+
+def _acquire(gate: threading.Lock, timeout_s: float | None) -> bool:
+    until_s = inf if timeout_s is None else perf_counter() + timeout_s
+    while not gate.acquire(timeout=min(max(until_s - perf_counter(), 0.0), LOOK_S)):
+        if perf_counter() >= until_s:
+            return False
+    return True
 
 
 def _once(action: Callable[[], None]) -> Callable[[], None]:

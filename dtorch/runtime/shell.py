@@ -48,7 +48,7 @@ from dtorch.runtime.liveness import Dead
 from dtorch.runtime.outgoing import Outgoing
 from dtorch.runtime.pulse import Pulse
 from dtorch.runtime.room import Room
-from dtorch.runtime.shield import Shield
+from dtorch.runtime.shield import LOOK_S, Shield
 from dtorch.runtime.spin import Spinner
 from dtorch.runtime.tracing import Spans
 from dtorch.transport import codec
@@ -254,7 +254,7 @@ class ControllerThread:
             return
         with self._roomy:
             while not self.room.is_roomy and not self._over:
-                self._roomy.wait()
+                self._roomy.wait(LOOK_S)
 
     @property
     def pids(self) -> dict[int, int]:

@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+LOOK_S = 0.5
+"""Python looks for signals before it blocks; one that comes in the moment after that, or to another thread, ends no wait. So
+whoever blocks where it may be the main thread looks again this often."""
+
 _SIGINT = int(_signal.SIGINT)
 _usual = _signal.default_int_handler
 

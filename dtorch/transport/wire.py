@@ -243,8 +243,10 @@ class WireLink(Link, asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def pump(self, fd: int, in_loop: bool) -> bool:
-        if self._owes and not in_loop:
-            return False
+        if self._owes:
+            if not in_loop:
+                return False
+            self._go_on()  # else there may be no room to read into
         try:
             num = os.readv(fd, (self.get_buffer(-1),))
         except BlockingIOError:
@@ -283,6 +285,8 @@ class WireLink(Link, asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """The loop's thread parses what another one has read."""
+        if not self._owes:
+            return
         self._owes = False
         if self._reader is not None:
             with self._reader.lock:
@@ -300,7 +304,6 @@ class WireLink(Link, asyncio.BufferedProtocol):
             self._part()
             self._transport.close()
         else:
-            self._owes = True
             self._loop.call_soon_threadsafe(self._ends, reason)
         return False
 
