@@ -23,6 +23,9 @@ class Awaited:
     def __init__(self) -> None:
         self._fetches: dict[int, _Awaited] = {}
 
+    def __len__(self) -> int:
+        return len(self._fetches)
+
     def add(self, seq: int, fetch: Fetch, workers: Iterable[int]) -> None:
         """A value is to be read behind batch ``seq``; each of ``workers`` has a part of it."""
         self._fetches[fetch.ticket] = _Awaited(seq, fetch, set(workers))

@@ -422,6 +422,8 @@ class ControllerThread:
                             self._roomy.notify_all()
                 case Settled():
                     self._listener.settled(instruction)
+                    if not self._controller.awaited:
+                        self._spinner.rest()  # whoever was woken needs a core
                 case Counted(ticket, answers):
                     if ticket == LOOK_TICKET:
                         self._is_asking = False

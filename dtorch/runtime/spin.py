@@ -65,6 +65,10 @@ class Spinner:
             self._turning = True
             self._call_soon(self._turn)
 
+    def rest(self) -> None:
+        """Nothing is near any more."""
+        self._until = 0.0
+
     def _turn(self) -> None:
         before, now = self._looked, perf_counter()
         self._looked = now
