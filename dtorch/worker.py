@@ -17,6 +17,7 @@ import torch
 from dtorch import creation
 from dtorch.ops import custom, table
 from dtorch.runtime.executor import Executor
+from dtorch.runtime.kernels.threads import take_num_threads
 from dtorch.runtime.pages import keep_pages
 from dtorch.runtime.rewrite import RULES
 from dtorch.runtime.spin import Spinner
@@ -111,7 +112,7 @@ class _Life:
 
 def _run(args: dict[str, Any], life: _Life) -> None:
     try:
-        torch.set_num_threads(int(args["num_threads"]))
+        take_num_threads(int(args["num_threads"]))
         device = torch.device(dict(args["virtual"]).get(args["kind"], args["kind"]))
         if device.type == "cuda":
             torch.cuda.set_device(int(args["device"]) if device.index is None else device.index)

@@ -103,7 +103,6 @@ class Lodger:
 
         self._worker = Worker(worker, {}, resolve, self._group, send, streams=self.streams, executor=executor)
         turns.add(opened.session, opened.tenant, opened.weight, opened.priority)
-        self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=f"dtorch-session-{opened.session}", daemon=True)
         self._thread.start()
 
@@ -144,7 +143,6 @@ class Lodger:
     # ---- the session's thread
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)  # else it takes what another session's thread has set for one op
         try:
             # Below autograd: ops run as under no_grad, without its book-keeping, and make ordinary tensors.
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():

@@ -25,6 +25,7 @@ from dtorch.cluster.pool import Device
 from dtorch.cluster.sentinel import Sentinel
 from dtorch.ops import custom, table
 from dtorch.ops._call import FLAT
+from dtorch.runtime.kernels.threads import take_num_threads
 from dtorch.runtime.pages import KEPT_BYTES, keep_pages
 from dtorch.runtime.spending import Spending
 from dtorch.runtime.turns import Turns
@@ -441,7 +442,7 @@ async def serve(offer: Offer, say: Callable[[str], None], listen: str = "") -> N
     Args:
         listen: HOST:PORT that answers probes, see ``health.py``; "" for none.
     """
-    torch.set_num_threads(offer.num_threads)
+    take_num_threads(offer.num_threads)
     if os.environ.get("DTORCH_KEEP_PAGES") != "0":
         keep_pages()
         streams.memory.keep(0 if offer.memory_bytes else KEPT_BYTES)

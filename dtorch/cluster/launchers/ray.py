@@ -94,13 +94,13 @@ class RayWorker:
             self._outcome.set_result("")
 
     async def _serve(self) -> None:
-        import torch
 
         from dtorch.cluster.serve import Offer, PoolWorker, beside, parse_devices
+        from dtorch.runtime.kernels.threads import take_num_threads
 
         spec = self._spec
         node = import_module("ray").get_runtime_context().get_node_id()
-        torch.set_num_threads(spec.num_threads)
+        take_num_threads(spec.num_threads)
         offer = Offer(
             spec.head, spec.key, parse_devices(spec.devices), spec.name(self._slot),
             {**spec.labels_of(self._slot), NODE: node}, allow=spec.allow, folders=spec.folders,
