@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import dtorch
-from dtorch.runtime.kernels.threads import in_one_thread, is_small
+from dtorch.runtime.kernels.threads import in_one_thread, is_small, take_num_threads
 from dtorch.transport.messages import Definition, Layout
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
@@ -86,6 +87,24 @@ def test_it_is_one_thread_until_the_end_also_of_a_call_that_fails(four_threads: 
     assert torch.get_num_threads() == 4
     with pytest.raises(RuntimeError):
         in_one_thread(torch.mm)(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.get_num_threads() == 4
+
+
+def test_threads_are_set_only_where_that_changes_their_number(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    take_num_threads(4)
+    assert told == []
+    take_num_threads(3)
+    assert told == [3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is looked for in /proc")
+def test_small_calls_tell_openmp_alone(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.set_num_threads`` tells MKL as well, for good."""
+    run = in_one_thread(torch.get_num_threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: pytest.fail("MKL is told"))
+    assert run() == 1
     assert torch.get_num_threads() == 4
 
 
