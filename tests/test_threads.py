@@ -14,6 +14,7 @@ import dtorch
 from dtorch.runtime.kernels.threads import in_one_thread, is_small, take_num_threads
 from dtorch.transport.messages import Definition, Layout
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is looked for in /proc")
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 
 
@@ -82,6 +83,7 @@ def test_norms_have_the_same_bits(four_threads: None, shape: tuple[int, ...]) ->
     assert torch.equal(in_one_thread(F.group_norm)(grouped, 4), F.group_norm(grouped, 4))
 
 
+@on_linux
 def test_it_is_one_thread_until_the_end_also_of_a_call_that_fails(four_threads: None) -> None:
     assert in_one_thread(torch.get_num_threads)() == 1
     assert torch.get_num_threads() == 4
@@ -99,7 +101,7 @@ def test_threads_are_set_only_where_that_changes_their_number(four_threads: None
     assert told == [3]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is looked for in /proc")
+@on_linux
 def test_small_calls_tell_openmp_alone(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.set_num_threads`` tells MKL as well, for good."""
     run = in_one_thread(torch.get_num_threads)
