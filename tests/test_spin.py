@@ -29,8 +29,8 @@ def test_after_a_gap_it_pauses_and_twice_as_long_when_it_comes_again() -> None:
         pause = next(p for p in (PAUSE_S * 2**k for k in range(20)) if contention.may_poll(now + p + US))
         pauses.append(round(pause / PAUSE_S))
         now += pause + US
-    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64, 64]
-    assert PAUSE_S * 64 == LONGEST_PAUSE_S
+    assert pauses == [1, 2, 4, 8, 16, 16, 16, 16, 16]
+    assert PAUSE_S * 16 == LONGEST_PAUSE_S
 
 
 def test_after_a_while_without_gaps_the_next_pause_is_short_again() -> None:
@@ -38,8 +38,9 @@ def test_after_a_while_without_gaps_the_next_pause_is_short_again() -> None:
     now = 5.0
     for _ in range(4):
         contention.looked(now, now + 2 * GAP_S)
-        now += 2 * GAP_S + LONGEST_PAUSE_S * 0.15
-    assert contention.looked(now + WELL_S, now + WELL_S + US)
-    now += 2 * LONGEST_PAUSE_S
+        now += LONGEST_PAUSE_S + US
+        assert contention.may_poll(now)
+    now += WELL_S + LONGEST_PAUSE_S
     assert not contention.looked(now - 2 * GAP_S, now)
+    assert not contention.may_poll(now + PAUSE_S / 2)
     assert contention.may_poll(now + PAUSE_S + US)

@@ -11,7 +11,7 @@ SPIN_S = 0.0003
 """How long a thread polls without sleeping, from the moment when something was near."""
 GAP_S = 0.0002
 """Between two looks of a thread that polls: after a longer gap somebody else has had the core."""
-PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.28
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.32
 """For how long nobody polls then: twice as long as the last time, if that was over for less than ``WELL_S``."""
 WELL_S = 0.25
 
