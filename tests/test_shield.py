@@ -93,3 +93,20 @@ def test_other_threads_are_let_alone(python_handles: None) -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_a_thread_that_threading_takes_for_the_main_one(python_handles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python is embedded, or ``threading`` was imported by another thread first."""
+    done: list[int] = []
+
+    def other() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading, "main_thread", threading.current_thread)
+            with Shield():
+                done.append(1)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

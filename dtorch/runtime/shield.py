@@ -35,7 +35,10 @@ class Shield:
     def __enter__(self) -> Shield:
         self._is_on = threading.get_ident() == threading.main_thread().ident and _signal.getsignal(_SIGINT) is _usual
         if self._is_on:
-            _signal.signal(_SIGINT, self._note)
+            try:
+                _signal.signal(_SIGINT, self._note)
+            except ValueError:  # a program that embeds Python, where ``threading`` takes another thread for the main one
+                self._is_on = False
         return self
 
     def __exit__(self, *_: object) -> None:
