@@ -343,6 +343,7 @@ class Waiting:
         self.ear = Ear(asyncio.get_running_loop())
         self.frames: list[bytes] = []
         self.all: Promise[None] = Promise(self.ear)
+        self.heard = asyncio.Event()  # the link has ended
         self._num_frames = num_frames
         self._thread = threading.Thread(target=self.all.wait, args=(60,))
         self._thread.start()
@@ -352,6 +353,10 @@ class Waiting:
         if len(self.frames) == self._num_frames:
             self.all.set_result(None)
         return True
+
+    async def hear(self, link: Link) -> None:
+        await link.hear(self.handle, self.ear)
+        self.heard.set()
 
     async def end(self) -> None:
         await asyncio.to_thread(self._thread.join, 60)
@@ -367,7 +372,7 @@ def payload(size: int) -> bytes:
 async def test_a_thread_that_waits_reads_frames_of_all_sizes_in_order() -> None:
     wanted = [payload(size) for size in SIZES + SIZES[::-1]]
     waiting = Waiting(len(wanted))
-    async with server(lambda link: link.hear(waiting.handle, waiting.ear), threads=True) as (address, _):
+    async with server(waiting.hear, threads=True) as (address, _):
         link = await linked(address)
         for frame in wanted:
             link.send_nowait(frame)
@@ -382,7 +387,7 @@ async def test_a_thread_that_waits_reads_frames_of_all_sizes_in_order() -> None:
 async def test_a_thread_that_waits_puts_frames_together_that_come_in_bits(step: int) -> None:
     wanted = [payload(size) for size in (0, 1, 125, 126, 300)]
     waiting = Waiting(len(wanted))
-    async with server(lambda link: link.hear(waiting.handle, waiting.ear), threads=True) as (address, links):
+    async with server(waiting.hear, threads=True) as (address, links):
         link = await linked(address)
         assert isinstance(link, WireLink)
         written = b"".join(link._head_of(2, len(frame)) + frame for frame in wanted)
@@ -450,13 +455,7 @@ async def test_the_loop_goes_on_with_a_frame_that_a_thread_has_begun() -> None:
 @needs_ear
 async def test_pings_and_goodbyes_are_left_to_the_loop() -> None:
     waiting = Waiting(3)
-    heard = asyncio.Event()
-
-    async def talk(link: Link) -> None:
-        await link.hear(waiting.handle, waiting.ear)
-        heard.set()
-
-    async with server(talk, threads=True) as (address, _):
+    async with server(waiting.hear, threads=True) as (address, _):
         link = await linked(address)
         assert isinstance(link, WireLink)
         link.send_nowait(b"one")
@@ -466,7 +465,7 @@ async def test_pings_and_goodbyes_are_left_to_the_loop() -> None:
         link.send_nowait(b"three")
         await waiting.all
         await link.close("enough")
-        await heard.wait()
+        await waiting.heard.wait()
     await waiting.end()
     assert waiting.frames == [b"one", b"two", b"three"]
 
@@ -474,18 +473,12 @@ async def test_pings_and_goodbyes_are_left_to_the_loop() -> None:
 @needs_ear
 async def test_a_cut_while_a_thread_waits_ends_the_link() -> None:
     waiting = Waiting(2)
-    heard = asyncio.Event()
-
-    async def talk(link: Link) -> None:
-        await link.hear(waiting.handle, waiting.ear)
-        heard.set()
-
-    async with server(talk, threads=True) as (address, _):
+    async with server(waiting.hear, threads=True) as (address, _):
         link = await linked(address)
         link.send_nowait(b"one")
         await link.wait_sent()
         link.abort()
-        await heard.wait()
+        await waiting.heard.wait()
         await link.close()
         waiting.all.set_result(None)
     await waiting.end()

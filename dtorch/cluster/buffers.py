@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dtorch.runtime.pages import KEPT_BYTES
 from dtorch.transport.bulk import Lease
 from dtorch.transport.cluster import PART_BYTES
 from dtorch.transport.kept import KeptMemory
@@ -24,7 +25,6 @@ ROOM_BYTES = 64 * 1024 * 1024
 """Of uploads not yet sent: above this the client's thread waits."""
 TAIL_BYTES = 8 * 1024 * 1024
 """Of an upload above that so much is copied, to be on its way while the program makes the next one."""
-KEPT_BYTES = 512 * 1024 * 1024
 
 
 class Bytes(NamedTuple):

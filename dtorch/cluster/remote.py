@@ -13,6 +13,7 @@ import platform
 import ssl
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,13 +246,13 @@ class RemoteController:
         if threading.current_thread() is self._thread:
             return
         if self._num_lent:
-            with self._room:
-                while self._num_lent and not self._over:
-                    self._room.wait(LOOK_S)
-        if self._has_room(MAX_IN_FLIGHT, ROOM_BYTES):
-            return
+            self._wait_until(lambda: not self._num_lent)
+        if not self._has_room(MAX_IN_FLIGHT, ROOM_BYTES):
+            self._wait_until(lambda: self._has_room(MAX_IN_FLIGHT // 2, ROOM_BYTES // 2))
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
         with self._room:
-            while not self._has_room(MAX_IN_FLIGHT // 2, ROOM_BYTES // 2) and not self._over:
+            while not is_so() and not self._over:
                 self._room.wait(LOOK_S)
 
     def _has_room(self, num_batches: int, size_bytes: int) -> bool:

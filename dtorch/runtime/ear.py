@@ -77,12 +77,12 @@ class Ear:
 
     # ---- any thread
 
-    def wait(self, is_done: Callable[[], bool], until_s: float | None) -> None:
+    def wait(self, is_done: Callable[[], bool], until_s: float) -> None:
         """Read and handle what comes until ``is_done`` or the time is over. It returns early where another thread waits
         already, or the loop has to go on: then others make it done. Whoever does so calls ``nudge`` afterwards.
 
         Args:
-            until_s: by ``perf_counter``.
+            until_s: by ``perf_counter``; infinite for ever.
         """
         if asyncio._get_running_loop() is self._loop:
             return
@@ -102,11 +102,10 @@ class Ear:
                 while not (is_done() or self._closed or shield.was_asked):
                     now = perf_counter()
                     is_awake = is_awake and self.contention.looked(before, now) and now < awake_until
-                    timeout = 0.0 if is_awake else LOOK_S if until_s is None else min(until_s - now, LOOK_S)
-                    if until_s is not None and until_s <= now:
+                    if until_s <= now:
                         break
                     before = now
-                    if self._sockets.poll(timeout) and not self._pump(in_loop=False):
+                    if self._sockets.poll(0.0 if is_awake else min(until_s - now, LOOK_S)) and not self._pump(in_loop=False):
                         break
             finally:
                 self._waits = None

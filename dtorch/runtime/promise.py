@@ -25,7 +25,7 @@ watcher: Callable[[str, int], None] | None = None
 class Reading(Protocol):
     """Reads what settles promises, in the thread that waits for one: see ``ear.Ear``."""
 
-    def wait(self, is_done: Callable[[], bool], until_s: float | None) -> None: ...
+    def wait(self, is_done: Callable[[], bool], until_s: float) -> None: ...
     def nudge(self) -> None: ...
     def woken(self, asked_s: float, ran_s: float) -> None: ...
 
@@ -127,14 +127,12 @@ class Promise(Generic[T]):
         watching = watcher
         began = 0 if watching is None else perf_counter_ns()
         reading = self._reading
+        until_s = inf if timeout_s is None else perf_counter() + timeout_s
         try:
             if reading is not None:
-                until_s = None if timeout_s is None else perf_counter() + timeout_s
                 self.add_callback(reading.nudge)
                 reading.wait(lambda: self._callbacks is None, until_s)
-                if until_s is not None:
-                    timeout_s = until_s - perf_counter()
-            return _acquire(gate, timeout_s)
+            return _acquire(gate, until_s)
         finally:
             self._drop(opened)
             if reading is not None:
@@ -191,8 +189,7 @@ class Promise(Generic[T]):
         return self.result()
 
 
-def _acquire(gate: threading.Lock, timeout_s: float | None) -> bool:
-    until_s = inf if timeout_s is None else perf_counter() + timeout_s
+def _acquire(gate: threading.Lock, until_s: float) -> bool:
     while not gate.acquire(timeout=min(max(until_s - perf_counter(), 0.0), LOOK_S)):
         if perf_counter() >= until_s:
             return False

@@ -272,16 +272,11 @@ class WireLink(Link, asyncio.BufferedProtocol):
 
     def _is_plain_frame_here(self) -> bool:
         """Whether the next frame is whole, and nothing but bytes for whoever hears."""
-        start, have = self._start, self._stop - self._start
-        if have < 2 or self._scratch[start] != 0x80 | _BINARY or self._parts or self.landing is not None:
+        head = self._measured()
+        if head is None or self._scratch[self._start] != 0x80 | _BINARY or self._parts or self.landing is not None:
             return False
-        second = self._scratch[start + 1]
-        size, at = second & 0x7F, 6 if second & 0x80 else 2
-        if size == 126 and have >= 4:
-            size, at = int.from_bytes(self._scratch[start + 2 : start + 4], "big"), at + 2
-        elif size >= 126:
-            return False
-        return size <= min(have - at, self._max_bytes)
+        at, size = head
+        return size <= min(self._stop - self._start - at, self._max_bytes)
 
     def _go_on(self) -> None:
         """The loop's thread parses what another one has read."""
@@ -377,24 +372,30 @@ class WireLink(Link, asyncio.BufferedProtocol):
         while self._payload is None and not self._transport.is_closing() and self._next():
             pass
 
-    def _next(self) -> bool:
-        """Begin with the next frame, if its head is there."""
+    def _measured(self) -> tuple[int, int] | None:
+        """Bytes of the next frame's head and of its payload, if the head is here."""
         start, have = self._start, self._stop - self._start
         if have < 2:
-            return False
-        first, second = self._scratch[start], self._scratch[start + 1]
+            return None
+        second = self._scratch[start + 1]
         size, at = second & 0x7F, 2
         if size >= 126:
             at += 2 if size == 126 else 8
             if have < at:
-                return False
+                return None
             size = int.from_bytes(self._scratch[start + 2 : start + at], "big")
-        key = b""
-        if second & 0x80:
-            at += 4
-            if have < at:
-                return False
-            key = bytes(self._scratch[start + at - 4 : start + at])
+        at += 4 if second & 0x80 else 0
+        return (at, size) if have >= at else None
+
+    def _next(self) -> bool:
+        """Begin with the next frame, if its head is there."""
+        head = self._measured()
+        if head is None:
+            return False
+        at, size = head
+        start, have = self._start, self._stop - self._start
+        first, second = self._scratch[start], self._scratch[start + 1]
+        key = bytes(self._scratch[start + at - 4 : start + at]) if second & 0x80 else b""
         if size > self._max_bytes or (first & 0x08 and size > 125):
             self._refuse(WSCloseCode.MESSAGE_TOO_BIG, f"a frame of {size} bytes is above {self._max_bytes}")
             return False

@@ -94,7 +94,6 @@ class RayWorker:
             self._outcome.set_result("")
 
     async def _serve(self) -> None:
-
         from dtorch.cluster.serve import Offer, PoolWorker, beside, parse_devices
         from dtorch.runtime.kernels.threads import take_num_threads
 
