@@ -13,12 +13,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import dtorch
 from dtorch.cluster.audit import Audit
 from dtorch.cluster.head import Head, Options
 from dtorch.cluster.quotas import Limits
 from dtorch.cluster.remote import Target
 from dtorch.cluster.serve import Offer, PoolWorker, parse_devices
-from dtorch.session import Session
+from dtorch.session import Session, using
 from dtorch.wiring import Options as SessionOptions
 
 T = TypeVar("T")
@@ -129,6 +130,14 @@ class Cluster:
         """A client's session, apart from the default one; close it at the end."""
         return Session(SessionOptions(target=Target(self.head.url, key, name=name)))
 
+    @contextlib.contextmanager
+    def client(self, who: str, name: str = "") -> Iterator[Session]:
+        """A client's session, in force inside and closed at the end."""
+        made = self.session(self.key(who), name)
+        with using(made):
+            yield made
+        made.close()
+
     def audit(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "audit.jsonl").read_text().splitlines()]
 
@@ -144,3 +153,14 @@ def cluster(folder: Path, *devices: str, **options: Any) -> Iterator[Cluster]:
         yield made
     finally:
         made.stop()
+
+
+@contextlib.contextmanager
+def two_and_a_spare(home: Cluster) -> Iterator[Session]:
+    """A session of two devices on two workers, processes of their own, and a third one with nothing to do."""
+    for _ in range(2):
+        home.process()
+    with home.client("ann") as made:
+        dtorch.ones(2, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]), placements=[dtorch.Shard(0)]).sum().item()
+        home.process()
+        yield made

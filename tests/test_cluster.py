@@ -29,10 +29,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def session(home: Cluster) -> Iterator[Session]:
-    made = home.session(home.key("somebody"))
-    with using(made):
+    with home.client("somebody") as made:
         yield made
-    made.close()
 
 
 def put(data: torch.Tensor, num: int = 2, dim: int = 0) -> dtorch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _cluster import Cluster, cluster
+from _cluster import Cluster, cluster, two_and_a_spare
 from _decode import MESH, decode, same
 
 import dtorch
@@ -32,15 +32,8 @@ def home(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def session(home: Cluster) -> Iterator[Session]:
-    """Of two devices on two workers, and a third worker with nothing to do."""
-    for _ in range(2):
-        home.process()
-    made = home.session(home.key("ann"))
-    with using(made):
-        dtorch.ones(2, device_mesh=MESH, placements=[Shard(0)]).sum().item()
-        home.process()
+    with two_and_a_spare(home) as made:
         yield made
-    made.close()
 
 
 def test_the_lost_closure_and_nothing_more_runs_again_on_a_spare(session: Session, home: Cluster) -> None:

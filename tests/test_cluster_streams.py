@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from _cluster import PATIENCE_S, Cluster, cluster
+from _cluster import PATIENCE_S, Cluster, cluster, two_and_a_spare
 
 import dtorch
 from dtorch import Shard
 from dtorch.cluster.buffers import ROOM_BYTES, TAIL_BYTES
 from dtorch.cluster.tenancy import Tenancy
-from dtorch.session import Session, using
+from dtorch.session import Session
 from dtorch.transport.cluster import PART_BYTES, STREAM_WINDOW_BYTES, Part
 from dtorch.transport.errors import OpError
 from dtorch.transport.numbered import ACK_BYTES, MOST_WINDOW_BYTES
@@ -38,15 +38,8 @@ def home(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def session(home: Cluster) -> Iterator[Session]:
-    """Of two devices on two workers, and a third worker with nothing to do."""
-    for _ in range(2):
-        home.process()
-    made = home.session(home.key("ann"))
-    with using(made):
-        dtorch.ones(2, device_mesh=MESH, placements=[Shard(0)]).sum().item()
-        home.process()
+    with two_and_a_spare(home) as made:
         yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +53,8 @@ def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def lasting(steady: Cluster) -> Iterator[Session]:
-    made = steady.session(steady.key("ann"))
-    with using(made):
+    with steady.client("ann") as made:
         yield made
-    made.close()
 
 
 def numbers(size_bytes: int) -> torch.Tensor:

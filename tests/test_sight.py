@@ -35,10 +35,8 @@ def admin(home: Cluster) -> str:
 
 @pytest.fixture
 def session(home: Cluster) -> Iterator[Session]:
-    made = home.session(home.key("ann"), "laptop")
-    with using(made):
+    with home.client("ann", "laptop") as made:
         yield made
-    made.close()
 
 
 def get(home: Cluster, path: str, key: str = "") -> tuple[int, str]:
