@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -195,6 +197,18 @@ def start(args: argparse.Namespace) -> list[Row]:
 # ---- all
 
 
+@contextmanager
+def busy(num: int) -> Iterator[None]:
+    """So many other programs compute meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def add_peers(rows: list[Row], args: argparse.Namespace) -> dict[str, str]:
     """Fill in the figures of other systems; the answer says for each how it went."""
     outcome = {}
@@ -221,6 +235,7 @@ def main() -> None:
     parser.add_argument("--num-recorded", type=int, default=20_000, help="ops in a recording repetition (%(default)s)")
     parser.add_argument("--num-chained", type=int, default=100_000, help="ops in a chain (%(default)s)")
     parser.add_argument("--num-values", type=int, default=2_000, help="single ops whose value is taken (%(default)s)")
+    parser.add_argument("--beside", type=int, default=0, help="programs that want a core meanwhile (%(default)s)")
     parser.add_argument("--jax-python", default=sys.executable, metavar="PYTHON", help="an interpreter that has JAX")
     parser.add_argument("--monarch-python", default=sys.executable, metavar="PYTHON", help="one that has Monarch")
     args = parser.parse_args()
@@ -233,9 +248,10 @@ def main() -> None:
     dtorch.init(workers="shared")
     facts = print_machine(out)
     rows: list[Row] = []
-    for section in (record, chain, latency, start):
-        if section.__name__ in chosen:
-            rows += section(args)
+    with busy(args.beside):
+        for section in (record, chain, latency, start):
+            if section.__name__ in chosen:
+                rows += section(args)
     dtorch.shutdown()
     outcome = add_peers(rows, args) if "peers" in chosen else {}
     print_table(rows, outcome, out)
