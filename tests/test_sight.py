@@ -278,7 +278,7 @@ def _browse(home: Cluster, admin: str, devtools: str) -> None:
     with pytest.raises(IndexError):
         dtorch.zeros(3, device_mesh=index.device_mesh)[index].to_torch()
     report(home)
-    for _ in range(2):
+    for _ in range(3):  # two rates make a line, and each lies between two ticks; the head's own may not have come yet
         home.do(home.head.meter.tick)
     asyncio.run(look(home, admin, evil, devtools))
 
