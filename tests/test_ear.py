@@ -9,11 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import dtorch
 from dtorch.runtime.ear import HAS_EAR, Ear
@@ -334,6 +337,44 @@ def test_blocking_beside_awaiting() -> None:
         assert torch.equal((x * i).to_torch(), torch.arange(4.0) * i)
     thread.join(60)
     assert all(torch.equal(value, torch.arange(4.0) + i) for i, value in enumerate(found[0]))
+
+
+class Counting(TorchFunctionMode):
+    """A mode of somebody else's that sees each call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[dtorch.DeviceMesh], AbstractContextManager[Any]]] = {
+    "mesh": lambda mesh: mesh,
+    "function mode": lambda mesh: Counting(),
+    "default device": lambda mesh: torch.device("meta"),
+    "dispatch mode": lambda mesh: FakeTensorMode(),
+    "inference": lambda mesh: torch.inference_mode(),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_the_thread_that_blocks_do_not_see_how_a_value_is_put_together(name: str) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0).view(4, 2)
+    x = dtorch.Tensor(whole, device_mesh=mesh, placements=[dtorch.Shard(1)])  # not one piece behind the other
+    x.to_torch()
+    for _ in range(5):  # the loop may have read the value before the thread waited
+        y = x + 1
+        with MODES[name](mesh) as mode:
+            value = y.to_torch()
+            if isinstance(mode, Counting):
+                assert torch.empty not in mode.calls
+        assert type(value) is torch.Tensor
+        assert not value.is_inference()
+        assert torch.equal(value, whole + 1)
 
 
 def test_errors_come_to_the_thread_that_blocks() -> None:

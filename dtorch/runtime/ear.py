@@ -16,11 +16,15 @@ import threading
 from collections.abc import Callable
 from time import perf_counter
 
+import torch
+
 from dtorch.runtime.shield import LOOK_S, Shield
 from dtorch.runtime.spin import SPIN_S, Contention
 from dtorch.transport.link import Source
 
 HAS_EAR = hasattr(select, "epoll") and hasattr(os, "eventfd")  # Linux
+
+_num_function_modes, _num_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 class Ear:
@@ -105,7 +109,7 @@ class Ear:
                     if until_s <= now:
                         break
                     before = now
-                    if self._sockets.poll(0.0 if is_awake else min(until_s - now, LOOK_S)) and not self._pump(in_loop=False):
+                    if self._sockets.poll(0.0 if is_awake else min(until_s - now, LOOK_S)) and not self._pump_here():
                         break
             finally:
                 self._waits = None
@@ -125,6 +129,14 @@ class Ear:
 
     def _wake(self) -> None:
         os.eventfd_write(self._nudges, 1)
+
+    def _pump_here(self) -> bool:
+        """``_pump`` in the waiting thread, whose modes (``with mesh:`` is one, ``FakeTensorMode`` or ``inference_mode`` are
+        others) are not meant for what is put together of values here."""
+        if not (_num_function_modes() or _num_dispatch_modes() or torch.is_inference_mode_enabled()):
+            return self._pump(in_loop=False)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+            return self._pump(in_loop=False)
 
     def _pump(self, in_loop: bool) -> bool:
         """Read what there is; the answer is whether all of it could be handled in this thread."""
