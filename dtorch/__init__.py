@@ -151,6 +151,7 @@ def __getattr__(name: str) -> Any:
         "no_grad", "inference_mode", "enable_grad", "is_grad_enabled", "set_grad_enabled", "finfo", "iinfo", "Size", "device",
         "get_default_dtype", "set_default_dtype", "inf", "nan", "pi", "e", "dtype", "manual_seed",
     ):
+        globals()[name] = value
         return value
     raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
 

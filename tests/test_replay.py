@@ -491,27 +491,34 @@ CODE = test_compile_takes_it_in.__code__
 OUTER = (CODE, 0)
 
 
-def tape(calls: list[tuple[Any, ...]], inputs: list[int], result: int) -> Tape | None:
+def tape(calls: list[tuple[Any, ...]], inputs: list[int], *results: int) -> Tape | None:
     chunk = [part for call in calls for part in (call, CODE, 2)]
-    return tape_of(chunk, inputs, result, FACTS.__getitem__, OUTER)
+    return tape_of(chunk, inputs, results, FACTS.__getitem__, OUTER)
 
 
 def test_a_tape() -> None:
     found = tape([(3, 20, 21, 10, 2), (2, 22, 20, 21, 1.5), (10, 23, 22)], [10], 23)
     at = (CODE, 2)
     steps = [Step(3, 2, (0,), (2,), at), Step(2, 1, (1, 2), (1.5,), at), Step(10, 1, (3,), (), at)]
-    assert found == Tape(steps, 4, {1: [1, 2, 3]})
+    assert found == Tape(steps, (4,), {1: [1, 2, 3]})
+
+
+def test_several_results() -> None:
+    found = tape([(3, 20, 21, 10, 2), (1, 22, 20)], [10], 21, 22)
+    assert found is not None
+    assert (found.results, found.others) == ((2, 3), {1: [1]})
+    assert tape([(3, 20, 21, 10, 2), (1, 22, 20)], [10], 21, 10) is None  # gives its input back as well
 
 
 def test_a_slot_that_is_used_again() -> None:
     found = tape([(1, 20, 10), (1, 21, 20), (1, 20, 21)], [10], 20)
     assert found is not None
     assert [step.ins for step in found.steps] == [(0,), (1,), (2,)]
-    assert (found.result, found.others) == (3, {1: [1, 2]})
+    assert (found.results, found.others) == ((3,), {1: [1, 2]})
 
 
 def test_the_line_of_the_caller_is_left_open() -> None:
-    found = tape_of([(1, 20, 10), CODE, 0], [10], 20, FACTS.__getitem__, OUTER)
+    found = tape_of([(1, 20, 10), CODE, 0], [10], [20], FACTS.__getitem__, OUTER)
     assert found is not None
     assert found.steps[0].at is None
 

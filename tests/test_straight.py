@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from dtorch.modules.binding import why_not
 from dtorch.modules.sources import source_tree
-from dtorch.modules.straight import Straight, judge
+from dtorch.modules.straight import SOME, UNKNOWN, Facts, Straight, judge
 
 
-def judged(body: str, arguments: str = "self, x, y=None") -> Straight | str:
+def judged(body: str, arguments: str = "self, x, y=None", facts: Facts = ()) -> Straight | str:
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     (tree,) = ast.parse(f"def forward({arguments}):\n{lines}\n").body
     assert isinstance(tree, ast.FunctionDef)
-    return judge(tree)
+    return judge(tree, facts=facts)
 
 
 GOOD = {
@@ -41,6 +41,7 @@ GOOD = {
     "numbers of math": "return x * math.sqrt(2.0 / math.pi)",
     "a method of its own": "return self._norm(x.float()) * self.weight",
     "deep attributes": "return x.to(self.proj.weight.dtype)",
+    "nothing runs after a return": "return x\nreturn x or y",
 }
 
 BAD = {
@@ -66,12 +67,11 @@ BAD = {
     "nested function": ("def g(z):\n    return z\nreturn g(x)", "FunctionDef"),
     "lambda": ("return (lambda z: z)(x)", "calls what is no name"),
     "calls an argument": ("return y(x)", "calls what is no name"),
-    "try": ("try:\n    return x\nfinally:\n    pass", "does not end"),
+    "try": ("try:\n    return x\nfinally:\n    pass", "Try"),
     "with": ("with torch.no_grad():\n    x = x + 1\nreturn x", "With"),
     "delete": ("z = x\ndel x\nreturn z", "Delete"),
     "import": ("import math\nreturn x", "Import"),
-    "raise": ("raise ValueError", "does not end"),
-    "early return": ("return x\nreturn y", "Return"),
+    "raise": ("raise ValueError", "Raise"),
     "nothing": ("y = x", "does not end"),
     "yield": ("yield x\nreturn x", "Expr"),
     "await": ("return (yield)", "Yield"),
@@ -113,12 +113,70 @@ def test_what_it_refers_to() -> None:
     )
     assert found == Straight(
         reads={("scale",), ("weight", "dtype")},
-        calls={("down",), ("up",)},
+        calls={(("down",), ((SOME,), ())), (("up",), ((UNKNOWN,), ()))},
         methods={"to"},
         globals_read={("torch", "float32")},
-        globals_called={("torch", "relu")},
+        globals_called={(("torch", "relu"), ((UNKNOWN,), ()))},
         numbers_called={("math", "sqrt")},
     )
+
+
+BRANCH = """
+if y is not None:
+    x = self.with_y(x, y)
+else:
+    x = self.without(x)
+return x * (1 if y is None else 2)
+"""
+
+DECIDED: dict[str, tuple[str, Facts, set[str]]] = {
+    "None": (BRANCH, (("y", None),), {"without"}),
+    "something": (BRANCH, (("y", SOME),), {"with_y"}),
+    "a truth": ("if y:\n    return self.on(x)\nreturn self.off(x)", (("y", True),), {"on"}),
+    "not": ("if not y:\n    return self.on(x)\nreturn self.off(x)", (("y", False),), {"on"}),
+    "and": ("if y is not None and x is None:\n    return self.on(x)\nreturn x", (("x", SOME), ("y", SOME)), set()),
+    "or": ("if y is None or x is None:\n    x = self.on(x)\nreturn x", (("y", None),), {"on"}),
+    "a call's argument": ("return self.on(x, causal=y is None)", (("y", None),), {"on"}),
+    "what is not run may be anything": (
+        "if y is None:\n    pass\nelse:\n    print(x)\nreturn self.on(x)", (("y", None),), {"on"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_a_branch_that_is_decided(name: str) -> None:
+    body, facts, called = DECIDED[name]
+    found = judged(body, facts=facts)
+    assert isinstance(found, Straight), found
+    assert {path[0] for path, _ in found.calls} == called
+    assert isinstance(judged(body), str) or name == "a call's argument", "nothing is known, and still it is straight"
+
+
+UNDECIDED: dict[str, tuple[str, Facts]] = {
+    "unknown": (BRANCH, (("x", SOME),)),
+    "truth of something": ("if y:\n    x = x + 1\nreturn x", (("y", SOME),)),
+    "another value": ("y = x\nif y is None:\n    x = x + 1\nreturn x", (("y", None),)),
+    "a value in one branch": ("if x is None:\n    y = x\nif y is None:\n    x = x + 1\nreturn x", (("x", SOME), ("y", None))),
+    "and": ("if x is not None and y:\n    x = x + 1\nreturn x", (("x", SOME), ("y", SOME))),
+    "a result": ("if self.on(x) is None:\n    x = x + 1\nreturn x", (("x", SOME),)),
+    "a name of the branch that is not run": ("if y is not None:\n    z = x\nreturn z", (("y", None),)),
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_a_branch_that_is_not_decided(name: str) -> None:
+    body, facts = UNDECIDED[name]
+    assert isinstance(judged(body, facts=facts), str)
+
+
+def test_what_is_known_goes_on_into_calls() -> None:
+    found = judged("return self.on(x, y, None, flag=y is None, other=self.eps)", facts=(("y", None),))
+    assert isinstance(found, Straight)
+    given = ((UNKNOWN, None, None), (("flag", True), ("other", UNKNOWN)))
+    assert found.calls == {(("on",), given)}
+    found = judged("return self.on(*y, None)")
+    assert isinstance(found, Straight)
+    assert found.calls == {(("on",), None)}  # nobody knows which argument that is
 
 
 # ---- what names stand for

@@ -1,8 +1,8 @@
 """Which modules are straight lines, and what has to stay as it is for that.
 
-``bind`` goes through a module's ``forward`` and all that it calls (``straight.py`` reads each), looks up every name, and
-notes where it was found: a ``Bound`` holds as long as each of these places holds the same object. Parameters and buffers
-are not part of that: they are inputs, looked up anew at each call.
+``bind`` goes through a module's ``forward`` and all that it calls (``straight.py`` reads each, knowing of arguments what the
+call shows), looks up every name, and notes where it was found: a ``Bound`` holds as long as each of these places holds the same
+object. Parameters and buffers are not part of that: they are inputs, looked up anew at each call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from dtorch.modules.around import Gather
-from dtorch.modules.playing import ABSENT, EMPTY, EQUAL, SAME, Places
+from dtorch.modules.playing import ABSENT, EMPTY, EQUAL, SAME, TENSOR, Places, Shape
 from dtorch.modules.sources import source_tree
-from dtorch.modules.straight import FACTS, Path, Straight, judge
+from dtorch.modules.straight import FACTS, SOME, UNKNOWN, Fact, Facts, Given, Path, Straight, judge
+from dtorch.nn import module as native
 from dtorch.ops._op import Op
-from dtorch.ops.table import METHODS
+from dtorch.ops.table import FUNCTIONAL, METHODS, OPS
 from dtorch.tensor import TORCH
 
 MAX_DEPTH = 8
@@ -37,6 +38,8 @@ _COMPOSITES = frozenset({"to", "type", "type_as", "contiguous", "view_as", "resh
 _ASKING = frozenset({"size", "dim", "numel", "stride"})
 _MISSING = object()
 _WAYS_IN = {name: getattr(_Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
+_NATIVE_WAYS = {name: getattr(native.Module, name) for name in ("__call__", "_call_placed", "_placed", "__getattr__")}
+_AROUND = ("redistribute_input", "redistribute_output")
 
 
 class Unfit(Exception):
@@ -49,54 +52,65 @@ class Bound:
 
     Attributes:
         kind: what two modules share whose forwards record the same calls for inputs of the same specs. Hashable.
-        num_args: tensors that a call is usually given.
         inputs: expressions for its parameters and buffers, see ``playing.py``.
         places: what has to stay as it is.
     """
 
     kind: Any
-    num_args: int
     inputs: list[str]
     places: Places
 
 
-def bind(module: torch.nn.Module) -> Bound | None:
-    """``module`` as a straight line; None where it is none."""
+def bind(module: torch.nn.Module, shape: Shape) -> Bound | None:
+    """``module``, called like that, as a straight line; None where it is none."""
     try:
-        return _Binder(module).bound()
+        return _Binder(module, shape).bound()
     except Unfit:
         return None
 
 
-def why_not(module: torch.nn.Module) -> str:
-    """Why ``module`` is no straight line; "" where it is one."""
+def usual_shape(module: torch.nn.Module) -> Shape:
+    """A call with a tensor for each argument that has no default."""
+    forward: Any = type(module).forward
+    code = getattr(forward, "__code__", None)
+    return ((None, TENSOR),) * (0 if code is None else max(code.co_argcount - 1 - len(forward.__defaults__ or ()), 0))
+
+
+def why_not(module: torch.nn.Module, shape: Shape | None = None) -> str:
+    """Why ``module``, called like that, is no straight line; "" where it is one."""
     try:
-        _Binder(module).bound()
+        _Binder(module, usual_shape(module) if shape is None else shape).bound()
     except Unfit as why:
         return str(why)
     return ""
 
 
 class _Binder:
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, shape: Shape) -> None:
         self._module = module
+        known: list[tuple[str | None, Fact]] = [
+            (name, entry if entry is None or type(entry) is bool else SOME) for name, entry in shape
+        ]
+        by_name = sorted((name, fact) for name, fact in known if name is not None)
+        self._given: Given = tuple([fact for name, fact in known if name is None]), tuple(by_name)
         self._places = Places()
         self._parts = {id(module): 0}
         self._params: dict[tuple[int, str], int] = {}
         self._inputs: list[str] = []
-        self._kinds: dict[int, Any] = {}
+        self._kinds: dict[tuple[int, Given], Any] = {}
         for hooks in _GLOBAL_HOOKS:
             if hooks:
                 raise Unfit("hooks are called around all modules")
             self._places.require(f"not {self._places.name(hooks)}")
         for name in _WAYS_IN:
             self._expect_attribute(_Module, name)
+        if isinstance(module, native.Module):
+            for name in _NATIVE_WAYS:
+                self._expect_attribute(native.Module, name)
+            self._places.require(f"not {self._places.name(native.watchers)}")
 
     def bound(self) -> Bound:
-        kind = self._of_module(self._module, 0)
-        forward: Any = type(self._module).forward
-        num_args = forward.__code__.co_argcount - 1 - len(forward.__defaults__ or ())
-        return Bound(kind, num_args, self._inputs, self._places)
+        return Bound(self._of_module(self._module, 0, self._given), self._inputs, self._places)
 
     def _members(self, module: torch.nn.Module) -> str:
         """The name of a module's ``__dict__``."""
@@ -114,17 +128,18 @@ class _Binder:
 
     # ---- modules and functions: the answer is what kind of straight line it is
 
-    def _of_module(self, module: torch.nn.Module, depth: int) -> Any:
-        known = self._kinds.get(id(module))
+    def _of_module(self, module: torch.nn.Module, depth: int, given: Given) -> Any:
+        known = self._kinds.get((id(module), given))
         if known is not None:
             return known
         kind, members, home = type(module), module.__dict__, self._members(module)
         _check_class(kind)
         if "forward" in members:
             raise Unfit(f"this {kind.__name__} has a forward of its own")
-        if module is not self._module:
+        is_native = issubclass(kind, native.Module)
+        if module is not self._module or is_native:
             self._expect(home, "_compiled_call_impl", members.get("_compiled_call_impl", _MISSING))
-        else:
+        if module is self._module:
             self._places.require(f"type(m0) is {self._places.name(kind)}")
         self._expect(home, "forward", _MISSING)
         held = []
@@ -137,33 +152,50 @@ class _Binder:
                 held += [hook.axis for hook in hooks.values()]
             else:
                 raise Unfit(f"{kind.__name__} has hooks")
+        if is_native:
+            held += [self._around(module, name, depth) for name in _AROUND]
         forward = self._expect_attribute(kind, "forward")
-        made = self._of_function(forward, module, depth), tuple(held)
-        self._kinds[id(module)] = made
+        made = self._of_function(forward, module, depth, given), tuple(held)
+        self._kinds[id(module), given] = made
         return made
 
-    def _of_function(self, function: Any, module: torch.nn.Module | None, depth: int) -> Any:
+    def _around(self, module: torch.nn.Module, name: str, depth: int) -> Any:
+        """What a native module does with its inputs or its result."""
+        if name in module.__dict__:
+            raise Unfit(f"{type(module).__name__} has a {name} of its own")
+        self._expect(self._members(module), name, _MISSING)
+        found = self._expect_attribute(type(module), name)
+        return None if found is None else self._of_function(found, module, depth + 1, None)
+
+    def _of_function(self, function: Any, module: torch.nn.Module | None, depth: int, given: Given) -> Any:
+        reads = native.STRAIGHT.get(function) if module is not None and type(function) is FunctionType else None
+        if reads is not None and module is not None:
+            self._expect_attribute(function, "__code__")
+            return (function, *[self._read(module, (name,)) for name in reads])
         if depth > MAX_DEPTH:
             raise Unfit("it calls too deep")
         if type(function) is not FunctionType or function.__closure__ or function.__dict__.get("__wrapped__"):
             raise Unfit(f"{function!r} is no plain function")
-        found = _judged(self._expect_attribute(function, "__code__"), module is not None)
+        facts = _facts(function, given, module is not None)
+        found = _judged(self._expect_attribute(function, "__code__"), module is not None, facts)
         if isinstance(found, str):
             raise Unfit(f"{function.__qualname__} is no straight line: {found}")
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        kind: list[Any] = [function, *map(_constant, defaults)]
+        kind: list[Any] = [function, facts, *map(_constant, defaults)]
         for name in sorted(found.methods):
             if not _is_harmless_method(name):
                 raise Unfit(f"{function.__qualname__} calls the method {name}")
         for path in sorted(found.globals_read):
             kind.append((path, _constant(self._global(function, path))))
-        for path in sorted(found.numbers_called | found.globals_called):
-            kind.append((path, self._called(function, path, path in found.globals_called, depth)))
+        for path in sorted(found.numbers_called):
+            kind.append((path, self._called(function, path, None, depth, with_tensors=False)))
+        for path, passed in sorted(found.globals_called, key=repr):
+            kind.append((path, self._called(function, path, passed, depth)))
         if module is not None:
             for path in sorted(found.reads):
                 kind.append((path, self._read(module, path)))
-            for path in sorted(found.calls):
-                kind.append((path, "called", self._call(module, path, depth)))
+            for path, passed in sorted(found.calls, key=repr):
+                kind.append((path, "called", self._call(module, path, depth, passed)))
         return tuple(kind)
 
     # ---- names
@@ -179,16 +211,17 @@ class _Binder:
             if at < len(path) - 1:
                 if type(value) is not ModuleType:
                     raise Unfit(f"{function.__qualname__} uses {'.'.join(path)}")
+                getattr(value, path[at + 1], None)  # a module may make its names when they are asked for
                 home = value.__dict__
         return value
 
-    def _called(self, function: FunctionType, path: Path, with_tensors: bool, depth: int) -> Any:
+    def _called(self, function: FunctionType, path: Path, given: Given, depth: int, with_tensors: bool = True) -> Any:
         value = self._global(function, path)
         if is_harmless(value) or (not with_tensors and getattr(math, getattr(value, "__name__", ""), None) is value):
             return value
         if (getattr(value, "__module__", None) or "torch").partition(".")[0] in ("torch", "dtorch"):
             raise Unfit(f"{function.__qualname__} calls {'.'.join(path)}")
-        return self._of_function(value, None, depth + 1)
+        return self._of_function(value, None, depth + 1, given)
 
     def _read(self, module: torch.nn.Module, path: Path) -> Any:
         """An attribute that is used as a value: a constant, or a parameter or buffer, or a fact about one of these."""
@@ -220,7 +253,7 @@ class _Binder:
             self._expect(where, name, _MISSING)
         raise Unfit(f"it reads {'.'.join(path)}")
 
-    def _call(self, module: torch.nn.Module, path: Path, depth: int) -> Any:
+    def _call(self, module: torch.nn.Module, path: Path, depth: int, given: Given) -> Any:
         """An attribute that is called: a submodule, a method of the class, a function that the module holds, or a method of a
         tensor that it holds."""
         owner, rest = self._inside(module, path)
@@ -241,9 +274,9 @@ class _Binder:
             if owner is not module or type(own) is not FunctionType:
                 raise Unfit(f"it calls {'.'.join(path)}")
             self._expect_attribute(type(owner), name)
-            return self._of_function(own, module, depth + 1)
+            return self._of_function(own, module, depth + 1, given)
         part = self._submodule(owner, name)
-        return self._of_module(part, depth + 1)
+        return self._of_module(part, depth + 1, given)
 
     def _inside(self, module: torch.nn.Module, path: Path) -> tuple[torch.nn.Module, Path]:
         """The submodule that a path leads to, and what is left of the path."""
@@ -276,9 +309,13 @@ class _Binder:
 
 
 def _check_class(kind: type[torch.nn.Module]) -> None:
-    """Calls and attributes must be torch's."""
+    """Calls and attributes must be torch's, or those of ``dtorch.nn.Module``."""
     is_usual = kind.__getattribute__ is object.__getattribute__ and kind._wrapped_call_impl is _Module._wrapped_call_impl
-    if not is_usual or any(getattr(kind, name) is not way for name, way in _WAYS_IN.items()):
+    ways = _WAYS_IN
+    if issubclass(kind, native.Module):
+        is_placed = kind.__call__ is native.Module._call_placed
+        ways = {**_NATIVE_WAYS, "__call__": kind.__call__} if is_placed else _NATIVE_WAYS
+    if not is_usual or any(getattr(kind, name) is not way for name, way in ways.items()):
         raise Unfit(f"{kind.__name__} is called, or looks its attributes up, in a way of its own")
 
 
@@ -288,10 +325,22 @@ def is_harmless(function: Any) -> bool:
         given = (*function.args, *function.keywords.values())
         return all(type(value) in _CONSTANTS for value in given) and is_harmless(function.func)
     try:
-        op = TORCH.get(function)
+        return function in _harmless_composites() or _is_harmless_op(TORCH.get(function) or _own_functions().get(function))
     except TypeError:  # no name in any table can be looked up
         return False
-    return _is_harmless_op(op) or function is torch.nn.functional.dropout
+
+
+@cache
+def _own_functions() -> dict[Any, Op]:
+    """The functions of ``dtorch`` and ``dtorch.nn.functional`` that are ops."""
+    return {op.function: op for op in OPS.values()}
+
+
+@cache
+def _harmless_composites() -> frozenset[Any]:
+    """Functions made of several ops that ask for no more than whether a number is 0. Draws are seen when they are recorded."""
+    names = "dropout", "scaled_dot_product_attention"
+    return frozenset(home for name in names for home in (getattr(torch.nn.functional, name), FUNCTIONAL[name]))
 
 
 def _is_harmless_op(op: Any) -> bool:
@@ -314,10 +363,26 @@ def _constant(value: Any) -> Any:
     raise Unfit(f"it uses {value!r:.60}, which may change")
 
 
+def _facts(function: FunctionType, given: Given, has_self: bool) -> Facts:
+    """What is known of a function's arguments in a call."""
+    if given is None:
+        return ()
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positions = names[has_self : code.co_argcount]
+    defaults = function.__defaults__ or ()
+    found: dict[str, Any] = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
+    found.update(function.__kwdefaults__ or {})
+    facts: dict[str, Fact] = {name: value if value is None or type(value) is bool else SOME for name, value in found.items()}
+    facts.update(zip(positions, given[0], strict=False))
+    facts.update(given[1])
+    return tuple([(name, facts[name]) for name in names if facts.get(name, UNKNOWN) != UNKNOWN])
+
+
 @cache
-def _judged(code: CodeType, has_self: bool) -> Straight | str:
+def _judged(code: CodeType, has_self: bool, facts: Facts) -> Straight | str:
     """Of a code object, by its source."""
     if code.co_freevars:
         return "it uses names of a function around it"
     tree = source_tree(code)
-    return "its source is not at hand" if tree is None else judge(tree, has_self)
+    return "its source is not at hand" if tree is None else judge(tree, has_self, facts)

@@ -30,6 +30,12 @@ from typing import Any
 
 from dtorch.written import function
 
+TENSOR, STATIC = "tensor", "static"
+Entry = str | int | bool | None
+"""What an argument is: None or a truth itself, a tuple of so many tensors, ``TENSOR``, or ``STATIC``: a number, a dtype."""
+Shape = tuple[tuple[str | None, Entry], ...]
+"""Arguments of a call: positional ones, whose name is None, and then those that are given by name."""
+
 ABSENT, EMPTY, SAME, EQUAL = "absent", "empty", "same", "equal"
 """What a place is to be: without an entry; false (no hooks); the same object; equal (the plan's own hooks)."""
 
@@ -98,42 +104,66 @@ def holding(places: Places, inputs: Sequence[str], names: dict[str, Any]) -> Cal
     return function(text, "holds", {**places.names, **names}, "holds")  # type: ignore[no-any-return]
 
 
-def calling(places: Places, num_args: int, inputs: Sequence[str], names: dict[str, Any]) -> Any:
-    """What ``module(...)`` does for ``num_args`` tensors. All else goes to ``slowly(args, kwargs)``.
+def calling(places: Places, shape: Shape, inputs: Sequence[str], is_faced: bool, names: dict[str, Any]) -> Any:
+    """What ``module(...)`` does for arguments of one shape, none ``STATIC``. All else goes to ``slowly(args, kwargs)``.
 
     Args:
         inputs: expressions for its parameters and buffers.
+        is_faced: tensors are torch-faced.
         names: ``reference`` gives the module; ``plays`` gives what ``playing`` has made for specs of inputs.
     """
-    args = [f"a{i}" for i in range(num_args)]
+    slowly = "return slowly(args, kwargs)"
+    positional = [f"a{i}" for i, (name, _) in enumerate(shape) if name is None]
+    by_name = [f"a{i} = kwargs[{name!r}]" for i, (name, _) in enumerate(shape) if name is not None]
+    lines = [f"if len(args) != {len(positional)} or len(kwargs) != {len(by_name)}:", f"    {slowly}"]
+    lines += [f"{', '.join(positional)}, = args"] if positional else []
+    lines += ["try:", *[f"    {line}" for line in by_name], "except KeyError:", f"    {slowly}"] if by_name else []
+    checks, unpacked, given = [], [], []
+    for i, (_, entry) in enumerate(shape):
+        if entry is None or type(entry) is bool:
+            checks.append(f"a{i} is {entry}")
+        elif type(entry) is int:
+            parts = [f"a{i}_{k}" for k in range(entry)]
+            checks.append(f"type(a{i}) is tuple and len(a{i}) == {entry}")
+            unpacked.append(f"{', '.join(parts)}, = a{i}")
+            given += parts
+        else:
+            given.append(f"a{i}")
+    lines += [f"if not ({' and '.join(checks)}):", f"    {slowly}", *unpacked] if checks else []
     params = [f"p{i}" for i in range(len(inputs))]
-    both = (*args, *params)
+    both = (*given, *params)
     fetch = [f"{param} = {expression}" for param, expression in zip(params, inputs, strict=True)]
-    text = (
-        "def call(*args, **kwargs):\n"
-        f"    if kwargs or len(args) != {num_args}:\n        return slowly(args, kwargs)\n"
-        f"{_found(places, fetch, 'slowly(args, kwargs)', '    ')}"
-        f"    {', '.join(args)}, = args\n"
-        f"    if not ({' and '.join(f'type({name}) is face' for name in both)}):\n        return slowly(args, kwargs)\n"
-        + "".join(f"    {name} = {name}._native\n" for name in both)
-        + f"    play = plays(({', '.join(f'{name}._spec' for name in both)},))\n"
-        "    if play is None or ((num_modes() != 1 or type(mode_at(0)) is not usual) and has_other_modes()):\n"
-        "        return slowly(args, kwargs)\n"
-        f"    made = play(getframe(2), {', '.join(f'{name}._slot' for name in both)})\n"
-        "    return slowly(args, kwargs) if made is None else made\n"
-    )
+    after = [f"if not ({' and '.join(f'type({name}) is kind' for name in both)}):", f"    {slowly}"] if both else []
+    after += [f"{name} = {name}._native" for name in both] if is_faced else []
+    after += [
+        f"play = plays(({''.join(f'{name}._spec, ' for name in both)}))",
+        "if play is None or ((num_modes() != 1 or type(mode_at(0)) is not usual) and has_other_modes()):", f"    {slowly}",
+        f"made = play({', '.join(['getframe(2)', *[f'{name}._slot' for name in both]])})",
+        "return slowly(args, kwargs) if made is None else made",
+    ]  # fmt: skip
+    body = [*[f"    {line}\n" for line in lines], _found(places, fetch, "slowly(args, kwargs)", "    ")]
+    body += [f"    {line}\n" for line in after]
+    text = f"def call(*args, **kwargs):\n{''.join(body)}"
     return function(text, "call", {**places.names, **names}, "call")
 
 
 def playing(
-    steps: Sequence[Any], num_inputs: int, result: int, dead: Sequence[Sequence[int]], names: dict[str, Any]
+    steps: Sequence[Any],
+    num_inputs: int,
+    results: Sequence[int],
+    dead: Sequence[Sequence[int]],
+    names: dict[str, Any],
+    is_tuple: bool,
+    is_faced: bool,
 ) -> Callable[..., Any]:
     """A function (frame, slot of each input) that records the calls and gives the result; None where ops run one by one.
 
     Args:
         steps: ``tape.Step``; a place below ``num_inputs`` is an input.
-        result: its place.
+        results: their places; ``spec0`` and so on in ``names`` are their specs.
         dead: places of what is dead then, for each mesh; ``dead0`` and so on in ``names`` are their lists.
+        is_tuple: the result is a tuple.
+        is_faced: tensors are torch-faced.
     """
 
     def slot(place: int) -> str:
@@ -159,7 +189,10 @@ def playing(
     for i, places in enumerate(dead):  # after their last use was put
         lines += [f"if not dead{i}:", "    wake()", f"dead{i}.extend(({', '.join(map(slot, places))},))"]
     lines += ["if recorder.expects_after_put:", "    recorder.after_put()", "session.num_played += 1"]
-    lines += ["out = new(Tensor)", "out._spec = spec", f"out._slot = {slot(result)}", "return faced(out)"]
+    for i, place in enumerate(results):
+        lines += [f"o{i} = new(Tensor)", f"o{i}._spec = spec{i}", f"o{i}._slot = {slot(place)}"]
+    made = ", ".join(f"faced(o{i})" if is_faced else f"o{i}" for i in range(len(results)))
+    lines.append(f"return ({made},)" if is_tuple else f"return {made}")
     given = ", ".join(f"i{i}" for i in range(num_inputs))
     text = f"def play(frame, {given}):\n" + "".join(f"    {line}\n" for line in lines)
     return function(text, "play", {**names, **own}, "play")  # type: ignore[no-any-return]

@@ -3,7 +3,8 @@
 ``judge`` looks at the source of a ``forward``: one statement after another, nothing stored but local names, nothing read
 but the arguments, attributes of ``self`` and global names, and nothing asked of a tensor that depends on its value. It
 does not know what the names stand for: it tells which there are, and ``binding.py`` looks at them. Whatever is not known
-here to be harmless is a reason. Pure.
+here to be harmless is a reason. Of arguments it may be known whether they are None, true or false (``Facts``): a branch
+that this decides is no branch. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import ast
 from dataclasses import dataclass, field
 
 Path = tuple[str, ...]
+Fact = str | bool | None
+"""What is known of a value: that it is None, True or False; that it is something else (``SOME``); or nothing (``UNKNOWN``)."""
+Facts = tuple[tuple[str, Fact], ...]
+"""Name of an argument -> what is known of it; what is not named is unknown."""
+Given = tuple[tuple[Fact, ...], Facts] | None
+"""What is known of a call's arguments, by position and by name; None where ``*`` hides which is which."""
 
+SOME, UNKNOWN = "some", "unknown"
 FACTS = frozenset({"shape", "dtype", "device", "ndim", "T", "mT"})
 """Attributes of tensors that do not depend on values."""
 _SCALARS = (type(None), bool, int, float, str, type(Ellipsis))
@@ -24,18 +32,18 @@ class Straight:
 
     Attributes:
         reads: attributes of ``self`` that are read, as ("weight",) or ("proj", "weight", "dtype").
-        calls: attributes of ``self`` that are called.
+        calls: attributes of ``self`` that are called, and with what.
         methods: names of methods called on tensors (or on sizes, numbers and the like).
         globals_read: global names, with the attributes after them, that are used as values: ("torch", "float32").
-        globals_called: those that are called.
+        globals_called: those that are called, and with what.
         numbers_called: those that are called with nothing but literals and such global names.
     """
 
     reads: set[Path] = field(default_factory=set)
-    calls: set[Path] = field(default_factory=set)
+    calls: set[tuple[Path, Given]] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     globals_read: set[Path] = field(default_factory=set)
-    globals_called: set[Path] = field(default_factory=set)
+    globals_called: set[tuple[Path, Given]] = field(default_factory=set)
     numbers_called: set[Path] = field(default_factory=set)
 
 
@@ -43,20 +51,21 @@ class Crooked(Exception):
     """Why a function is no straight line."""
 
 
-def judge(function: ast.FunctionDef, has_self: bool = True) -> Straight | str:
+def judge(function: ast.FunctionDef, has_self: bool = True, facts: Facts = ()) -> Straight | str:
     """What the function refers to; or, where it is no straight line, why.
 
     Args:
         has_self: its first argument is the module; else it is given tensors only.
+        facts: what is known of its arguments.
     """
     try:
-        return _Judge(function, has_self).found
+        return _Judge(function, has_self, facts).found
     except Crooked as why:
         return str(why)
 
 
 class _Judge:
-    def __init__(self, function: ast.FunctionDef, has_self: bool) -> None:
+    def __init__(self, function: ast.FunctionDef, has_self: bool, facts: Facts) -> None:
         self.found = Straight()
         given = function.args
         if given.vararg is not None or given.kwarg is not None:
@@ -69,26 +78,35 @@ class _Judge:
         self.is_local = _stored(function)
         if self.own in self.is_local:
             raise Crooked(f"it gives {self.own} another value")
-        body = function.body
-        if not isinstance(body[-1], ast.Return) or body[-1].value is None:
+        self.facts = {name: fact for name, fact in facts if name not in self.is_local}
+        if not self.returns(function.body):
             raise Crooked("it does not end with its result")
-        for at, statement in enumerate(body):
-            self.statement(statement, is_first=at == 0, is_last=at == len(body) - 1)
 
     # ---- statements
 
-    def statement(self, node: ast.stmt, is_first: bool, is_last: bool) -> None:
-        if isinstance(node, ast.Assign):
-            self.value(node.value)
-            for target in node.targets:
-                self.store(target)
-        elif isinstance(node, ast.AnnAssign) and node.simple and node.value is not None:
-            self.value(node.value)
-            self.store(node.target)
-        elif isinstance(node, ast.Return) and is_last and node.value is not None:
-            self.value(node.value)
-        elif not (is_first and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring
-            raise Crooked(f"line {node.lineno}: {type(node).__name__}")
+    def returns(self, body: list[ast.stmt]) -> bool:
+        """Look at statements; whether they end with a result, after which nothing runs."""
+        return any(self.statement(node) for node in body)
+
+    def statement(self, node: ast.stmt) -> bool:
+        match node:
+            case ast.Assign():
+                self.value(node.value)
+                for target in node.targets:
+                    self.store(target)
+            case ast.AnnAssign(value=ast.expr() as value) if node.simple:
+                self.value(value)
+                self.store(node.target)
+            case ast.Return(value=ast.expr() as value):
+                self.value(value)
+                return True
+            case ast.If():
+                return self.returns(node.body if self.decided(node.test, node) else node.orelse)
+            case ast.Pass() | ast.Expr(value=ast.Constant()):  # a docstring
+                pass
+            case _:
+                raise Crooked(f"line {node.lineno}: {type(node).__name__}")
+        return False
 
     def store(self, target: ast.expr) -> None:
         if isinstance(target, ast.Name):
@@ -98,6 +116,49 @@ class _Judge:
                 self.store(element)
         else:
             raise Crooked(f"line {target.lineno}: stores into {type(target).__name__}")
+
+    # ---- what is known without running anything
+
+    def decided(self, test: ast.expr, node: ast.stmt | ast.expr) -> bool:
+        """Which way a condition goes."""
+        fact = self.fact(test)
+        if isinstance(fact, str):
+            raise Crooked(f"line {node.lineno}: {type(node).__name__}")
+        return bool(fact)
+
+    def fact(self, node: ast.expr) -> Fact:
+        match node:
+            case ast.Constant():
+                return node.value if node.value is None or isinstance(node.value, bool) else SOME
+            case ast.Name():
+                return self.facts.get(node.id, UNKNOWN)
+            case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                left = self.fact(node.left)
+                return UNKNOWN if left == UNKNOWN else (left is None) == isinstance(node.ops[0], ast.Is)
+            case ast.UnaryOp(op=ast.Not()):
+                inner = self.fact(node.operand)
+                return UNKNOWN if isinstance(inner, str) else not inner
+            case ast.BoolOp():
+                ends = isinstance(node.op, ast.Or)
+                for part in node.values:
+                    found = self.fact(part)
+                    if isinstance(found, str):
+                        return UNKNOWN
+                    if bool(found) == ends:
+                        break
+                return found
+            case ast.IfExp():
+                test = self.fact(node.test)
+                return UNKNOWN if isinstance(test, str) else self.fact(node.body if test else node.orelse)
+            case ast.Tuple() | ast.List() | ast.BinOp():
+                return SOME
+        return UNKNOWN
+
+    def given(self, node: ast.Call) -> Given:
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            return None
+        by_name = sorted((keyword.arg or "", self.fact(keyword.value)) for keyword in node.keywords)
+        return tuple([self.fact(argument) for argument in node.args]), tuple(by_name)
 
     # ---- expressions
 
@@ -119,6 +180,10 @@ class _Judge:
                 return left and right
             case ast.UnaryOp() if not isinstance(node.op, ast.Not):
                 return self.value(node.operand)
+            case ast.IfExp():
+                return self.value(node.body if self.decided(node.test, node) else node.orelse)
+            case (ast.Compare() | ast.BoolOp() | ast.UnaryOp(op=ast.Not())) if not isinstance(self.fact(node), str):
+                return False
             case ast.Compare() if len(node.ops) == 1 and not isinstance(node.ops[0], (ast.In, ast.NotIn, ast.Is, ast.IsNot)):
                 self.value(node.left)
                 self.value(node.comparators[0])
@@ -177,10 +242,13 @@ class _Judge:
         if root is not None and root == self.own:
             if not path:
                 raise Crooked(f"line {node.lineno}: {self.own} itself is called")
-            found.calls.add(path)
+            found.calls.add((path, self.given(node)))
             return False
         if root is not None and root not in self.known and root not in self.is_local:
-            (found.numbers_called if is_literal else found.globals_called).add((root, *path))
+            if is_literal:
+                found.numbers_called.add((root, *path))
+            else:
+                found.globals_called.add(((root, *path), self.given(node)))
             return is_literal
         if not isinstance(function, ast.Attribute):
             raise Crooked(f"line {node.lineno}: calls what is no name")

@@ -35,19 +35,19 @@ class Tape(NamedTuple):
     """Calls for inputs of certain specs.
 
     Attributes:
-        result: place of the result among the tensors: the inputs, then what calls have made.
+        results: places of the results among the tensors: the inputs, then what calls have made.
         others: places of what else was made, by mesh.
     """
 
     steps: list[Step]
-    result: int
+    results: tuple[int, ...]
     others: dict[int, list[int]]
 
 
 def tape_of(
     chunk: Sequence[Any],
     inputs: Sequence[int],
-    result: int,
+    results: Sequence[int],
     facts: Callable[[int], SignatureFacts],
     outer: At,
 ) -> Tape | None:
@@ -56,7 +56,7 @@ def tape_of(
     Args:
         chunk: what was put meanwhile, three entries a call.
         inputs: slots of the module's inputs, all different.
-        result: slot of its result.
+        results: slots of its results, all different.
         outer: the line that called the module.
     """
     places = {slot: place for place, slot in enumerate(inputs)}  # a slot may be another tensor's later on
@@ -84,12 +84,11 @@ def tape_of(
             num_places += 1
         line = None if code is outer[0] and offset == outer[1] else (code, offset)
         steps.append(Step(call[0], num_outs, own, numbers, line))
-    made = places.get(result, -1)
-    if made < len(inputs) or len(used | {makers[made]}) < len(steps):
+    made = tuple([places.get(slot, -1) for slot in results])
+    if min(made) < len(inputs) or len(used.union(makers[place] for place in made)) < len(steps):
         return None  # nothing that was made here, or there are calls of another thread
-    for here in others.values():
-        if made in here:
-            here.remove(made)
+    for mesh, here in others.items():
+        others[mesh] = [place for place in here if place not in made]
     return Tape(steps, made, {mesh: found for mesh, found in others.items() if found})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dtorch.frames import users
-from dtorch.nn.module import FORWARD
+from dtorch.nn.module import FORWARD, STRAIGHT
 from dtorch.ops._ways import put
 from dtorch.ops.table import OPS
 from dtorch.runtime.signature import Signature
@@ -71,3 +71,8 @@ FORWARD[torch.nn.Linear] = _linear
 FORWARD[torch.nn.RMSNorm] = _rms_norm
 FORWARD[torch.nn.LayerNorm] = _layer_norm
 FORWARD[torch.nn.Embedding] = _embedding
+
+STRAIGHT[_linear] = ("weight", "bias")
+STRAIGHT[_rms_norm] = ("normalized_shape", "weight", "eps")
+STRAIGHT[_layer_norm] = ("normalized_shape", "weight", "bias", "eps")
+STRAIGHT[_embedding] = ("weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")

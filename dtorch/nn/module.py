@@ -31,6 +31,20 @@ watchers: list[Callable[[Any, bool], None]] = []
 somebody explains or measures what modules do."""
 
 
+STRAIGHT: dict[Callable[..., Any], tuple[str, ...]] = {}
+"""Methods of our own modules whose calls depend on the specs of their inputs alone -> the attributes that they read
+(``modules/binding.py`` finds that out for others)."""
+
+
+def _nothing(module: Any, num_calls: int) -> Callable[..., Any] | None:
+    return None
+
+
+straighten = _nothing
+"""Called with a module and how often it was called before: what plays its call, or None. It notes what is to be done the next
+time as the module's ``_straight``. ``modules/replay.py`` puts its own here."""
+
+
 class _IsParameter(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, Tensor):
@@ -116,6 +130,12 @@ class Module(torch.nn.Module):
         # What torch does around a forward costs several times as much as all of this, so it runs where it is wanted.
         # Members are read from __dict__, since every attribute of a class with __getattr__ is slow.
         members = self.__dict__
+        way = members.get("_straight", 0)
+        if way is not None:
+            if type(way) is int:
+                way = straighten(self, way)
+            if way is not None:
+                return way(*args, **kwargs)
         if (  # _is_hooked, which a call more would make dear here
             members["_forward_hooks"]
             or members["_forward_pre_hooks"]
@@ -131,6 +151,13 @@ class Module(torch.nn.Module):
         ):
             return self._call_placed(*args, **kwargs)
         return self.forward(*args, **kwargs) if kwargs else self.forward(*args)
+
+    def _own_call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call by the module's own code."""
+        members = self.__dict__
+        if _is_hooked(members) or "redistribute_output" in members or "redistribute_input" in members:
+            return self._call_placed(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def _call_placed(self, *args: Any, **kwargs: Any) -> Any:
         if not watchers:
@@ -150,6 +177,11 @@ class Module(torch.nn.Module):
         call = super().__call__ if _is_hooked(self.__dict__) else self.forward
         out = call(*args, **kwargs)
         return out if self.redistribute_output is None else self.redistribute_output(out)
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()  # type: ignore[no-untyped-call]  # torch has no types here
+        state.pop("_straight", None)
+        return state
 
     # ---- members
 

@@ -13,7 +13,7 @@ import torch
 
 from dtorch.creation import empty, target_mesh
 from dtorch.mesh import DeviceMesh
-from dtorch.nn.module import Parameter, is_init_skipped, layer
+from dtorch.nn.module import STRAIGHT, Parameter, is_init_skipped, layer
 from dtorch.ops.redistribute import placed
 from dtorch.placement import Partial, Placement, Replicate, Shard
 from dtorch.runtime.layout import split
@@ -241,3 +241,10 @@ class EmbeddingWithReplicateOutput(_Embedding):  # type: ignore[misc]  # a class
 
     def redistribute_output(self, out: Tensor) -> Tensor:
         return self._to_replicate(out)
+
+
+STRAIGHT[ColumnParallelLinearWithReplicateOutput.redistribute_output] = ()
+STRAIGHT[ColumnParallelLinearWithReplicateInputOutput.redistribute_input] = ()
+STRAIGHT[RowParallelLinear.redistribute_input] = ("_multiple",)
+STRAIGHT[RowParallelLinearWithReplicateOutput.redistribute_output] = ()
+STRAIGHT[EmbeddingWithReplicateOutput.redistribute_output] = ()
