@@ -349,7 +349,7 @@ class Session:
         """Settled when all work recorded so far is done; fails with the first error that nobody has seen."""
         self.check_open()
         done: Promise[None] = Promise()
-        answer = self._ask(memory=False, reset_peak=False)
+        answer = self._asking(lambda ticket: Asked(ticket, memory=False, reset_peak=False, idle=True))
 
         def finish() -> None:
             error = answer.peek() or self._failures.take_loss()
@@ -370,9 +370,6 @@ class Session:
     def ask_statistics(self, memory: bool = False, reset_peak: bool = False) -> Promise[tuple[Statistics, ...]]:
         """Every worker's statistics, after all work recorded so far; with ``memory`` also that of its devices."""
         self.check_open()
-        return self._ask(memory, reset_peak)
-
-    def _ask(self, memory: bool, reset_peak: bool) -> Promise[tuple[Statistics, ...]]:
         return self._asking(lambda ticket: Asked(ticket, memory, reset_peak))
 
     def _asking(self, question: Callable[[int], Asked | AskedTrace]) -> Promise[Any]:

@@ -129,7 +129,7 @@ messages = st.one_of(
     st.builds(Part, sessions, ints, ints, st.binary(max_size=8).map(memoryview), small, ints),
     st.builds(Seed, sessions, st.none() | ints, ints, st.lists(ints, max_size=3).map(tuple)),
     st.builds(Forget, sessions, ints),
-    st.builds(AskStatistics, sessions, ints, st.booleans(), st.booleans()),
+    st.builds(AskStatistics, sessions, ints, st.booleans(), st.booleans(), st.booleans()),
 )
 
 

@@ -26,6 +26,7 @@ TO_WORKER: list[m.ToWorker] = [
     m.Seed(1, None, 3, (1, 2)),
     m.Allow(1, ("custom:package.module:function",)),
     m.AskStatistics(1, 2, True, False),
+    m.AskStatistics(1, 2, False, False, True),
     m.StartTrace(1, 1000),
     m.AskTrace(1, 2, True),
     m.Stop(),

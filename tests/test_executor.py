@@ -221,6 +221,21 @@ def test_large_tensors_are_forgotten_after_their_last_use() -> None:
     assert not any(alive[-1:])
 
 
+def test_devices_end_their_work_before_an_answer_that_is_to_wait_for_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        assert not bench.said
+        waited.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(bench.worker._sessions[1], "device_of", lambda place: torch.device("cuda", place[1]))
+    bench.tell(AskStatistics(1, 5, False, False))
+    assert waited == []
+    bench.tell(AskStatistics(1, 6, False, False, idle=True))
+    assert sorted(device.index for device in waited) == [0, 1]
+
+
 def test_memory_is_told_when_it_is_asked_for(bench: Bench) -> None:
     (answer,) = bench.tell(AskStatistics(1, 5, True, False))
     assert isinstance(answer, Statistics)

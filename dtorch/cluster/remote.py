@@ -191,8 +191,8 @@ class RemoteController:
         match event:
             case Sent(said):
                 message = said
-            case Asked(ticket, memory, reset_peak):
-                message = AskStatistics(self.session, ticket, memory, reset_peak)
+            case Asked(ticket, memory, reset_peak, idle):
+                message = AskStatistics(self.session, ticket, memory, reset_peak, idle)
             case AskedTrace(ticket, stop):
                 message = AskTrace(self.session, ticket, stop)
             case _:

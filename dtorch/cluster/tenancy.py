@@ -203,8 +203,8 @@ class Tenancy:
                 before = self._controller.num_definitions
                 self._say(Sent(message))
                 self._definition_bytes = self._definition_bytes * self._controller.num_definitions // max(before, 1)
-            case AskStatistics(_, ticket, memory, reset_peak):
-                self._say(Asked(ticket, memory, reset_peak))
+            case AskStatistics(_, ticket, memory, reset_peak, idle):
+                self._say(Asked(ticket, memory, reset_peak, idle))
             case AskTrace(_, ticket, stop):
                 self._say(AskedTrace(ticket, stop))
             case Reserve():

@@ -230,8 +230,8 @@ class Controller:
                     if recovery is not None:
                         recovery.lineage.forget(message.sig)
                 return self._broadcast(encode(message), self.workers)
-            case Asked(ticket, memory, reset_peak):
-                return self._ask(AskStatistics(self.session, ticket, memory, reset_peak))
+            case Asked(ticket, memory, reset_peak, idle):
+                return self._ask(AskStatistics(self.session, ticket, memory, reset_peak, idle))
             case AskedTrace(ticket, stop):
                 if stop:
                     self._tracing = None

@@ -87,6 +87,7 @@ class Asked:
     ticket: int
     memory: bool
     reset_peak: bool
+    idle: bool = False
 
 
 @dataclass(frozen=True)

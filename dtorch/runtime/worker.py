@@ -142,8 +142,10 @@ class Worker:
                 self._send(RandomState(session, ticket, self._session(session).generators.read()))
             case RandomState(session, _, states):
                 self._session(session).generators.write(states)
-            case AskStatistics(session, ticket, wants_memory, reset_peak):
+            case AskStatistics(session, ticket, wants_memory, reset_peak, idle):
                 executor = self._session(session)
+                if idle:
+                    await_devices({executor.device_of(place) for place in executor.places})
                 memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()
                 self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
             case StartTrace(session, limit):
@@ -278,6 +280,13 @@ class Worker:
         if self._streams is None:
             raise ProtocolError("streams are for workers of a head; this one has shared memory with its client")
         return self._streams
+
+
+def await_devices(devices: set[torch.device]) -> None:
+    """Return when all that was given to the devices is executed. A call on a GPU returns before."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

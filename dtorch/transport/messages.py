@@ -172,6 +172,7 @@ class AskStatistics(msgspec.Struct, frozen=True, tag="ask_statistics"):
     ticket: int
     memory: bool  # tell about memory too, which from then on is watched op by op on CPU devices
     reset_peak: bool
+    idle: bool = False  # not before the devices have executed what they were given
 
 
 class StartTrace(msgspec.Struct, frozen=True, tag="start_trace"):
