@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from sys import _getframe
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,6 +178,8 @@ class Tensor(TensorFuture):
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
         self._spec = self._spec.session.respec(self._spec, is_param=bool(value))
+        for call in on_parameter:
+            call(_getframe(1))
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Mark the tensor as one that wants a gradient. The flag is kept; nothing computes gradients yet."""
@@ -437,6 +440,9 @@ class Tensor(TensorFuture):
 
 
 _NONE: dict[str, Any] = {}
+
+on_parameter: list[Callable[[FrameType], None]] = []
+"""Called when a tensor was marked as a parameter, with the frame that did so."""
 
 TORCH: dict[Any, Callable[..., Any]] = {}
 """torch function -> what records it; filled by the op table."""

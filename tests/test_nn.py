@@ -418,6 +418,86 @@ def test_layers_inside_torch_layers_count() -> None:
     assert_close(our_weights.to_torch(), weights.detach())
 
 
+class OfTorch(torch.nn.Module):
+    """Somebody's model, with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(1, 2, 8))
+        self.register_buffer("table", torch.arange(8.0))
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.GELU(), torch.nn.Linear(6, 8, bias=False))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x * self.scale + self.table)
+
+
+class OfBoth(OfTorch):
+    """Its parameter is marked by dtorch, where that is a tensor of a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(value) if isinstance(value := torch.ones(8), dtorch.Tensor) else torch.nn.Parameter(value)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x + self.shift)
+
+
+TORCHS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: torch.nn.Linear(8, 3), (5, 8)),
+    "sequence": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)), (5, 8)),
+    "batch norm": (lambda: torch.nn.BatchNorm1d(8), (5, 8)),
+    "convolution": (lambda: torch.nn.Conv2d(2, 4, 3), (2, 2, 6, 6)),
+    "encoder": (lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+    "recurrent": (lambda: torch.nn.GRU(8, 4), (5, 2, 8)),
+    "own": (OfTorch, (5, 8)),
+    "derived": (OfBoth, (5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_modules_of_torch_made_under_a_mesh_have_their_parameters(name: str) -> None:
+    make, shape = TORCHS[name]
+    x = torch.randn(shape)
+    torch.manual_seed(5)
+    theirs = make().eval()
+    dtorch.manual_seed(5)
+    with tp_mesh(2) as mesh:
+        ours = make().eval()
+    check_parameters(ours, theirs)  # type: ignore[arg-type]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert isinstance(ours, type(theirs))
+    doubled = {key: value * 2 for key, value in theirs.state_dict().items()}
+    for module in (ours, theirs):
+        missing, unexpected = module.load_state_dict(doubled)
+        assert not missing
+        assert not unexpected
+    for model in (ours, copy.deepcopy(ours)):
+        out = model(on(mesh, x))
+        expected = theirs(x)
+        if isinstance(expected, tuple):
+            out, expected = out[0], expected[0]
+        assert_close(out.to_torch(), expected.detach())
+
+
+def test_modules_made_without_a_mesh_stay_torchs() -> None:
+    with tp_mesh(2):
+        weight = dtorch.ones(3, 3)
+    layer = torch.nn.Linear(3, 3)
+    assert type(layer) is torch.nn.Linear
+    assert type(layer.weight) is torch.nn.Parameter
+
+    def alone() -> Any:
+        return torch.nn.Parameter(weight)
+
+    def replace(layer: torch.nn.Linear) -> None:
+        layer.weight = torch.nn.Parameter(weight)
+
+    assert isinstance(alone(), nn.Parameter)
+    assert type(layer) is torch.nn.Linear
+    replace(layer)
+    assert [type(param) for param in layer.parameters()] == [dtorch.Tensor, torch.nn.Parameter]
+
+
 def test_layer_without_mesh_is_on_one_cpu() -> None:
     layer = nn.Linear(2, 2)
     assert layer.weight.device_mesh == DeviceMesh("cpu", [0])

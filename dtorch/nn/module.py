@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from sys import _getframe
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.modules import module as _torch
 from dtorch.creation import target_mesh, tensor
 from dtorch.mesh import DeviceMesh, current_mesh
 from dtorch.session import current_session
-from dtorch.tensor import Tensor
+from dtorch.tensor import Tensor, on_parameter
 
 _skipping: ContextVar[bool] = ContextVar("dtorch_skip_init", default=False)
 _backward_hooks = _torch._global_backward_hooks
@@ -64,6 +66,7 @@ class Parameter(metaclass=_IsParameter):
         full = data if isinstance(data, Tensor) else tensor(data)
         made = full.detach()
         made._spec = made._spec.session.respec(made._spec, requires_grad=requires_grad, is_param=True)
+        _adopt_maker(_getframe(1))
         return made
 
 
@@ -417,3 +420,26 @@ def adopt(module: torch.nn.Module) -> None:
         module.__class__ = layer(type(module))
         for name, value in strays.items():
             setattr(module, name, value)
+
+
+_PARAMETER_CODE = torch.nn.Parameter.__new__.__code__
+
+
+def _adopt_torch(frame: FrameType) -> None:
+    if frame.f_code is _PARAMETER_CODE and frame.f_back is not None:
+        _adopt_maker(frame.f_back)
+
+
+def _adopt_maker(frame: FrameType) -> None:
+    """Give a torch module in whose method a parameter is made this Module's ways, before it is given the parameter.
+
+    Torch's and other people's modules make their parameters in ``__init__``: under ``with mesh:`` those are dtorch tensors,
+    which they would take for no parameters.
+    """
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(owner, torch.nn.Module) and not isinstance(owner, Module):
+        owner.__class__ = layer(type(owner))
+
+
+on_parameter.append(_adopt_torch)
