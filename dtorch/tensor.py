@@ -48,11 +48,12 @@ class Tensor(TensorFuture):
         PlacementError: wrong number of placements, or a Shard dim out of range.
     """
 
-    __slots__ = ("__weakref__", "_fetching", "_grad", "_link", "_slot", "_spec")
+    __slots__ = ("__weakref__", "_fetching", "_grad", "_link", "_persistent", "_slot", "_spec")
 
     _spec: Spec
     _slot: int
     _link: Any  # of a copy that stands for a view, see ops/_alias.py
+    _persistent: bool  # of what torch.nn.Buffer made
     _fetching: tuple[int, Promise[Any]]  # mutations of the session when it was last asked for, and that fetch
 
     if TYPE_CHECKING:  # methods made from the op table
@@ -178,8 +179,26 @@ class Tensor(TensorFuture):
     @_is_param.setter
     def _is_param(self, value: bool) -> None:
         self._spec = self._spec.session.respec(self._spec, is_param=bool(value))
-        for call in on_parameter:
+        for call in on_mark:
             call(_getframe(1))
+
+    @property
+    def _is_buffer(self) -> bool:
+        return hasattr(self, "_persistent")
+
+    @_is_buffer.setter
+    def _is_buffer(self, value: bool) -> None:
+        for call in on_mark:
+            call(_getframe(1))
+
+    @property
+    def persistent(self) -> bool:
+        """Of a ``torch.nn.Buffer``: whether it belongs to its module's ``state_dict``. Other tensors do not have it."""
+        return self._persistent
+
+    @persistent.setter
+    def persistent(self, value: bool) -> None:
+        self._persistent = bool(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Mark the tensor as one that wants a gradient. The flag is kept; nothing computes gradients yet."""
@@ -441,8 +460,8 @@ class Tensor(TensorFuture):
 
 _NONE: dict[str, Any] = {}
 
-on_parameter: list[Callable[[FrameType], None]] = []
-"""Called when a tensor was marked as a parameter, with the frame that did so."""
+on_mark: list[Callable[[FrameType], None]] = []
+"""Called when a tensor was marked as a parameter or buffer, with the frame that did so."""
 
 TORCH: dict[Any, Callable[..., Any]] = {}
 """torch function -> what records it; filled by the op table."""

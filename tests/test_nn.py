@@ -425,10 +425,12 @@ class OfTorch(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.linspace(1, 2, 8))
         self.register_buffer("table", torch.arange(8.0))
+        self.kept = torch.nn.Buffer(torch.full((8,), 2.0))
+        self.made = torch.nn.Buffer(torch.full((8,), 0.5), persistent=False)
         self.inner = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.GELU(), torch.nn.Linear(6, 8, bias=False))
 
     def forward(self, x: Any) -> Any:
-        return self.inner(x * self.scale + self.table)
+        return self.inner(x * self.scale + self.table * self.kept - self.made)
 
 
 class OfBoth(OfTorch):
@@ -466,6 +468,7 @@ def test_modules_of_torch_made_under_a_mesh_have_their_parameters(name: str) -> 
     check_parameters(ours, theirs)  # type: ignore[arg-type]
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert isinstance(ours, type(theirs))
+    assert [(n, b.to_torch().tolist()) for n, b in ours.named_buffers()] == [(n, b.tolist()) for n, b in theirs.named_buffers()]
     doubled = {key: value * 2 for key, value in theirs.state_dict().items()}
     for module in (ours, theirs):
         missing, unexpected = module.load_state_dict(doubled)

@@ -1,7 +1,8 @@
 """dtorch.nn.Module: torch's Module, whose parameters and buffers may be dtorch tensors.
 
 A parameter is a dtorch.Tensor that carries the mark ``_is_param``; ``Parameter(...)`` makes one, and so does
-``torch.nn.Parameter`` of a dtorch tensor. Torch's Module would take neither, as it asks for ``torch.Tensor``.
+``torch.nn.Parameter`` of a dtorch tensor; ``torch.nn.Buffer`` makes a buffer. Torch's Module would take none of them, as it
+asks for ``torch.Tensor``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.modules import module as _torch
 from dtorch.creation import target_mesh, tensor
 from dtorch.mesh import DeviceMesh, current_mesh
 from dtorch.session import current_session
-from dtorch.tensor import Tensor, on_parameter
+from dtorch.tensor import Tensor, on_mark
 
 _skipping: ContextVar[bool] = ContextVar("dtorch_skip_init", default=False)
 _backward_hooks = _torch._global_backward_hooks
@@ -207,6 +208,9 @@ class Module(torch.nn.Module):
             if value._is_param:
                 self._set_parameter(name, value)
                 return
+            if value._is_buffer and name not in self.__dict__.get("_parameters", ()):
+                self._set_buffer(name, value)
+                return
         elif isinstance(value, torch.nn.Module):
             adopt(value)
         super().__setattr__(name, value)
@@ -219,6 +223,11 @@ class Module(torch.nn.Module):
         self._modules.pop(name, None)
         self._non_persistent_buffers_set.discard(name)
         self.register_parameter(name, value)
+
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        self.__dict__.pop(name, None)
+        self.__dict__.get("_modules", {}).pop(name, None)
+        self.register_buffer(name, value, value.persistent)  # type: ignore[arg-type]
 
     def register_parameter(self, name: str, param: Any) -> None:
         """As torch's; takes dtorch parameters too."""
@@ -415,26 +424,28 @@ def adopt(module: torch.nn.Module) -> None:
         return
     for child in module.children():
         adopt(child)
-    strays = {name: v for name, v in module.__dict__.items() if isinstance(v, Tensor) and v._is_param}
+    strays = {
+        name: v for name, v in module.__dict__.items() if isinstance(v, Tensor) and (v._is_param or v._is_buffer)
+    }
     if strays:
         module.__class__ = layer(type(module))
         for name, value in strays.items():
             setattr(module, name, value)
 
 
-_PARAMETER_CODE = torch.nn.Parameter.__new__.__code__
+_MARKING = frozenset({torch.nn.Parameter.__new__.__code__, torch.nn.Buffer.__new__.__code__})
 
 
 def _adopt_torch(frame: FrameType) -> None:
-    if frame.f_code is _PARAMETER_CODE and frame.f_back is not None:
+    if frame.f_code in _MARKING and frame.f_back is not None:
         _adopt_maker(frame.f_back)
 
 
 def _adopt_maker(frame: FrameType) -> None:
-    """Give a torch module in whose method a parameter is made this Module's ways, before it is given the parameter.
+    """Give a torch module in whose method a parameter or buffer is made this Module's ways, before it is given that.
 
-    Torch's and other people's modules make their parameters in ``__init__``: under ``with mesh:`` those are dtorch tensors,
-    which they would take for no parameters.
+    Torch's and other people's modules make these in ``__init__``: under ``with mesh:`` they are dtorch tensors, which torch's
+    Module would take for plain attributes.
     """
     code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -442,4 +453,4 @@ def _adopt_maker(frame: FrameType) -> None:
         owner.__class__ = layer(type(owner))
 
 
-on_parameter.append(_adopt_torch)
+on_mark.append(_adopt_torch)
