@@ -444,6 +444,25 @@ class OfBoth(OfTorch):
         return super().forward(x + self.shift)
 
 
+def new_parameter(value: float) -> Any:
+    return torch.nn.Parameter(torch.full((8,), value))
+
+
+class OfLists(torch.nn.Module):
+    """None of its parameters is made in its own method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = new_parameter(2.0)
+        self.more = torch.nn.ParameterList([torch.nn.Parameter(torch.full((8,), float(i))) for i in range(3)])
+        self.named = torch.nn.ParameterDict({name: new_parameter(3.0) for name in "ab"})
+
+    def forward(self, x: Any) -> Any:
+        for factor in self.more:
+            x = x + factor
+        return x * self.first - self.named["a"] * self.named["b"]
+
+
 TORCHS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: torch.nn.Linear(8, 3), (5, 8)),
     "sequence": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)), (5, 8)),
@@ -453,6 +472,7 @@ TORCHS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "recurrent": (lambda: torch.nn.GRU(8, 4), (5, 2, 8)),
     "own": (OfTorch, (5, 8)),
     "derived": (OfBoth, (5, 8)),
+    "lists": (OfLists, (5, 8)),
 }
 
 

@@ -433,6 +433,7 @@ def adopt(module: torch.nn.Module) -> None:
             setattr(module, name, value)
 
 
+_MAX_FRAMES = 8  # between a module's method and what makes a parameter for it
 _MARKING = frozenset({torch.nn.Parameter.__new__.__code__, torch.nn.Buffer.__new__.__code__})
 
 
@@ -444,13 +445,20 @@ def _adopt_torch(frame: FrameType) -> None:
 def _adopt_maker(frame: FrameType) -> None:
     """Give a torch module in whose method a parameter or buffer is made this Module's ways, before it is given that.
 
-    Torch's and other people's modules make these in ``__init__``: under ``with mesh:`` they are dtorch tensors, which torch's
-    Module would take for plain attributes.
+    Torch's and other people's modules make these in ``__init__``, or in what that calls: under ``with mesh:`` they are dtorch
+    tensors, which torch's Module would take for plain attributes.
     """
-    code = frame.f_code
-    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(owner, torch.nn.Module) and not isinstance(owner, Module):
-        owner.__class__ = layer(type(owner))
+    at: FrameType | None = frame
+    for _ in range(_MAX_FRAMES):
+        if at is None:
+            return
+        code = at.f_code
+        owner = at.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, torch.nn.Module):
+            if not isinstance(owner, Module):
+                owner.__class__ = layer(type(owner))
+            return
+        at = at.f_back
 
 
 on_mark.append(_adopt_torch)
