@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from _straight import double_and_back, eps, hook, no_bias, own_forward, played, pre_hook_outside, written
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -88,13 +89,6 @@ def on(x: torch.Tensor, tp: int = 1) -> Any:
     return dtorch.Tensor(x, device_mesh=mesh(tp))
 
 
-def played(run: Callable[[], Any]) -> tuple[Any, int]:
-    """The value, and how many calls of modules were played for it."""
-    before = current_session().num_played
-    out = run()
-    return out.to_torch(), current_session().num_played - before
-
-
 def check(ours: Any, theirs: Any, *args: Any, plays: int | None = 1, tp: int = 1, **kwargs: Any) -> None:
     """``ours`` gives what ``theirs`` does, bit by bit on one device, also when it is played."""
 
@@ -143,36 +137,12 @@ def replaced(block: Any) -> None:
     block.norm.weight = nn.Parameter(on(weight)) if isinstance(block, Block) else torch.nn.Parameter(weight)
 
 
-def written(block: Any) -> None:
-    block.norm.weight.mul_(3)
-
-
 def attribute(block: Any) -> None:
     block.scale = 0.25
 
 
-def eps(block: Any) -> None:
-    block.norm.eps = 0.25
-
-
-def hook(block: Any) -> None:
-    block.up.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def pre_hook_outside(block: Any) -> None:
-    block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
 def part(block: Any) -> None:
     block.act = nn.ReLU() if isinstance(block, Block) else torch.nn.ReLU()
-
-
-def no_bias(block: Any) -> None:
-    block.down.bias = None
-
-
-def own_forward(block: Any) -> None:
-    block.act.forward = torch.abs
 
 
 def around(block: Any) -> None:
@@ -187,11 +157,6 @@ def around_itself(block: Any) -> None:
         block.redistribute_input = lambda x: x + 1
     else:
         pre_hook_outside(block)
-
-
-def double_and_back(block: Any) -> None:
-    block.double()
-    block.float()
 
 
 def half_way(block: Any) -> None:
@@ -514,7 +479,7 @@ def test_a_llama_layer_is_one_straight_line(tp: int, monkeypatch: pytest.MonkeyP
         expected = plain(ids, positions).to_torch()
         expected_without = plain(ids).to_torch()
     monkeypatch.setattr(replay, "_is_on", True)
-    layer = ((None, TENSOR), (None, 2), (None, TENSOR), (None, None))
+    layer = ((None, TENSOR), (None, (2,)), (None, TENSOR), (None, None))
     assert why_not(model.model.layers[0], layer) == ""
     assert "update" in why_not(model.model.layers[0], (*layer[:3], (None, "cache")))
     with mesh(tp):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _straight import double_and_back, eps, hook, no_bias, own_forward, played, pre_hook_outside, written
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -72,13 +73,6 @@ def mesh(tp: int = 1) -> DeviceMesh:
 
 def placed(block: torch.nn.Module, tp: int = 1) -> Any:
     return dtorch.distribute(Model(block).eval(), mesh(tp))
-
-
-def played(run: Callable[[], Any]) -> tuple[Any, int]:
-    """The value, and how many calls of modules were played for it."""
-    before = current_session().num_played
-    made = run()
-    return made.to_torch(), current_session().num_played - before
 
 
 def check(ours: Any, theirs: torch.nn.Module, *args: Any, plays: int | None = None, **kwargs: Any) -> None:
@@ -148,32 +142,8 @@ def replaced(block: Any) -> None:
         block.norm.weight = torch.nn.Parameter(torch.arange(6.0))
 
 
-def written(block: Any) -> None:
-    block.norm.weight.mul_(3)
-
-
-def attribute(block: Any) -> None:
-    block.norm.eps = 0.25
-
-
-def hook(block: Any) -> None:
-    block.up.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def pre_hook_outside(block: Any) -> None:
-    block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-
-
 def part(block: Any) -> None:
     block.act = torch.nn.ReLU()
-
-
-def no_bias(block: Any) -> None:
-    block.down.bias = None
-
-
-def own_forward(block: Any) -> None:
-    block.act.forward = torch.abs
 
 
 def hooks_are_other_ones(block: Any) -> None:
@@ -181,12 +151,9 @@ def hooks_are_other_ones(block: Any) -> None:
     block.up.register_forward_hook(lambda module, args, out: out * 2)
 
 
-def dtype(block: Any) -> None:
-    block.double()
-    block.float()
-
-
-CHANGES = [replaced, written, attribute, hook, pre_hook_outside, part, no_bias, own_forward, hooks_are_other_ones, dtype]
+CHANGES = [
+    replaced, written, eps, hook, pre_hook_outside, part, no_bias, own_forward, hooks_are_other_ones, double_and_back
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

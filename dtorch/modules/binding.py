@@ -20,7 +20,7 @@ import torch
 from dtorch.modules.around import Gather
 from dtorch.modules.playing import ABSENT, EMPTY, EQUAL, SAME, TENSOR, Places, Shape
 from dtorch.modules.sources import source_tree
-from dtorch.modules.straight import FACTS, SOME, UNKNOWN, Fact, Facts, Given, Path, Straight, judge
+from dtorch.modules.straight import FACTS, UNKNOWN, Fact, Facts, Given, Path, Straight, fact_of, judge
 from dtorch.nn import module as native
 from dtorch.ops._op import Op
 from dtorch.ops.table import FUNCTIONAL, METHODS, OPS
@@ -88,9 +88,7 @@ def why_not(module: torch.nn.Module, shape: Shape | None = None) -> str:
 class _Binder:
     def __init__(self, module: torch.nn.Module, shape: Shape) -> None:
         self._module = module
-        known: list[tuple[str | None, Fact]] = [
-            (name, entry if entry is None or type(entry) is bool else SOME) for name, entry in shape
-        ]
+        known = [(name, fact_of(entry)) for name, entry in shape]
         by_name = sorted((name, fact) for name, fact in known if name is not None)
         self._given: Given = tuple([fact for name, fact in known if name is None]), tuple(by_name)
         self._places = Places()
@@ -373,7 +371,7 @@ def _facts(function: FunctionType, given: Given, has_self: bool) -> Facts:
     defaults = function.__defaults__ or ()
     found: dict[str, Any] = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
     found.update(function.__kwdefaults__ or {})
-    facts: dict[str, Fact] = {name: value if value is None or type(value) is bool else SOME for name, value in found.items()}
+    facts: dict[str, Fact] = {name: fact_of(value) for name, value in found.items()}
     facts.update(zip(positions, given[0], strict=False))
     facts.update(given[1])
     return tuple([(name, facts[name]) for name in names if facts.get(name, UNKNOWN) != UNKNOWN])

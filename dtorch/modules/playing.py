@@ -31,8 +31,9 @@ from typing import Any
 from dtorch.written import function
 
 TENSOR, STATIC = "tensor", "static"
-Entry = str | int | bool | None
-"""What an argument is: None or a truth itself, a tuple of so many tensors, ``TENSOR``, or ``STATIC``: a number, a dtype."""
+Entry = str | tuple[int] | bool | None
+"""What an argument is: None or a truth itself, ``(n,)`` for a tuple of n tensors, ``TENSOR``, or ``STATIC``: a number, a
+dtype."""
 Shape = tuple[tuple[str | None, Entry], ...]
 """Arguments of a call: positional ones, whose name is None, and then those that are given by name."""
 
@@ -122,9 +123,9 @@ def calling(places: Places, shape: Shape, inputs: Sequence[str], is_faced: bool,
     for i, (_, entry) in enumerate(shape):
         if entry is None or type(entry) is bool:
             checks.append(f"a{i} is {entry}")
-        elif type(entry) is int:
-            parts = [f"a{i}_{k}" for k in range(entry)]
-            checks.append(f"type(a{i}) is tuple and len(a{i}) == {entry}")
+        elif type(entry) is tuple:
+            parts = [f"a{i}_{k}" for k in range(entry[0])]
+            checks.append(f"type(a{i}) is tuple and len(a{i}) == {entry[0]}")
             unpacked.append(f"{', '.join(parts)}, = a{i}")
             given += parts
         else:

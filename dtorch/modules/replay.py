@@ -2,8 +2,8 @@
 and then played.
 
 ``attach`` gives a module the attribute that torch's ``Module.__call__`` looks at first, as ``module.compile()`` does; copies
-and pickles leave it out. Each call makes sure that nothing has changed which the forward looks at (``Bound.holds``); whenever
-that is not so, and for inputs not met before, the module's own code runs, and what it records is looked at (``tape.py``).
+and pickles leave it out. Each call makes sure that nothing has changed which the forward looks at (``Places``); whenever that
+is not so, and for inputs not met before, the module's own code runs, and what it records is looked at (``tape.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ MAX_VAIN = 3
 """Recordings of one kind of input that could not be played before its module's own code runs for good."""
 MAX_BINDINGS = 16
 """How often what a module looks at may have changed before its own code runs for good."""
-
 MIN_STEPS = 3
 """Calls of a ``dtorch.nn.Module`` that are worth it."""
 
@@ -199,7 +198,7 @@ class _Caller:
                 tensors.append(value)
             elif entry == STATIC:
                 statics.append((type(value), value))
-            elif type(entry) is int:
+            elif type(entry) is tuple:
                 tensors += value
             shape.append((name, entry))
         found = self._params(module, tuple(shape))
@@ -252,7 +251,7 @@ def _entry(value: Any, kind: type) -> Any:
     if value is None or found is bool:
         return value
     if found is tuple and value and all(type(part) is kind for part in value):
-        return len(value)
+        return (len(value),)  # no bare number: True is 1, as a part of a key
     return STATIC if found in _STATIC else _UNFIT
 
 

@@ -26,6 +26,11 @@ FACTS = frozenset({"shape", "dtype", "device", "ndim", "T", "mT"})
 _SCALARS = (type(None), bool, int, float, str, type(Ellipsis))
 
 
+def fact_of(value: object) -> Fact:
+    """What there is to know of a value, or of what stands for one."""
+    return value if value is None or isinstance(value, bool) else SOME
+
+
 @dataclass
 class Straight:
     """What a straight line refers to.
@@ -129,7 +134,7 @@ class _Judge:
     def fact(self, node: ast.expr) -> Fact:
         match node:
             case ast.Constant():
-                return node.value if node.value is None or isinstance(node.value, bool) else SOME
+                return fact_of(node.value)
             case ast.Name():
                 return self.facts.get(node.id, UNKNOWN)
             case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):

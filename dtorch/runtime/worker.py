@@ -145,7 +145,7 @@ class Worker:
             case AskStatistics(session, ticket, wants_memory, reset_peak, idle):
                 executor = self._session(session)
                 if idle:
-                    await_devices({executor.device_of(place) for place in executor.places})
+                    _await_devices({executor.device_of(place) for place in executor.places})
                 memory = executor.memory.report(executor.device_of, reset_peak) if wants_memory else ()
                 self._send(Statistics(session, ticket, self.number, memory, dict(executor.counters)))
             case StartTrace(session, limit):
@@ -282,7 +282,7 @@ class Worker:
         return self._streams
 
 
-def await_devices(devices: set[torch.device]) -> None:
+def _await_devices(devices: set[torch.device]) -> None:
     """Return when all that was given to the devices is executed. A call on a GPU returns before."""
     for device in devices:
         if device.type == "cuda":
